@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/reference/cli/: a page for each command, with all of its settings, from `rlhf schema`.
+"""Writes docs/reference/cli/, a page for each command with all of its settings, and the tables of other systems' names in docs/migrate, from
+`rlhf schema`.
 
-    scripts/reference.py PROGRAM            writes the pages
+    scripts/reference.py PROGRAM            writes the pages and the tables
     scripts/reference.py PROGRAM --check    compares; exit code 1 if a page differs
+
+A page of docs/migrate has such a table between the lines `<!-- names: SYSTEM -->` and `<!-- end of names -->`.
 
 PROGRAM is the built `rlhf`. Standard library only.
 """
@@ -14,7 +17,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs/reference/cli"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+FOLDER = DOCS / "reference/cli"
+MIGRATE = DOCS / "migrate"
+TABLE = re.compile(r"(?<=<!-- names: )([^>\n]+)( -->\n).*?(?=<!-- end of names -->)", re.DOTALL)
 NOTE = "<!-- Written by scripts/reference.py from `rlhf schema`. -->\n"
 INDEX = """{note}
 # Commands
@@ -89,8 +95,69 @@ def page(command):
     return "\n".join(lines)
 
 
-def pages(program):
-    schema = json.loads(subprocess.run([program, "schema"], check=True, capture_output=True, text=True).stdout)
+def prose(text):
+    """A text of the table of names, with settings as code."""
+    if re.fullmatch(r"[a-z][a-z0-9_]*", text):
+        return f"`--{text}`"
+    return cell(re.sub(r"(?<![`\w/.])([a-z0-9]+(?:_[a-z0-9]+)+)(?![`\w/.])", r"`\1`", text))
+
+
+def here(row):
+    """The second column of a row of the table of names."""
+    meaning, values = row["meaning"], row["values"]
+    if meaning == "same":
+        text = " and ".join(f"`--{name}`" for name in row["here"].split(" and "))
+        return f"{text}, {row['why']}" if row["why"] else text
+    if meaning == "words":
+        words = {}
+        for word, value in values.items():
+            words.setdefault(value, []).append(f"`{word}`")
+        told = [f"{', '.join(names)} is {code(value)}" if value else f"{', '.join(names)}: as it is" for value, names in words.items()]
+        return f"`--{row['here']}`: {'; '.join(told)}" if row["here"] and any(words) else f"{', '.join(words[None])}"
+    if meaning == "translated":
+        return prose(row["here"])
+    if meaning == "no_effect":
+        return f"no effect: {prose(row['why'])}" if " " in row["why"] else "no effect"
+    if meaning in ("fixed", "noted"):
+        fine = ", ".join(f"`{value}`" for value in values if value)
+        return f"{fine or '`none`'} only: {prose(row['why'])}" if meaning == "fixed" else f"{fine}; else a note says that there is none"
+    if meaning == "hint":
+        return prose(row["why"])
+    return prose(row["here"]) if row["here"] else f"none: {prose(row['why'])}"
+
+
+def names_table(rows, system):
+    """The table of the names of `system`."""
+    of = [row for row in rows if row["system"] == system]
+    merged = []
+    for row in of:
+        key = {**row, "names": []}
+        if merged and merged[-1][0] == key:
+            merged[-1][1].extend(row["names"])
+        else:
+            merged.append((key, list(row["names"])))
+    with_commands = any(row["commands"] for row in of)
+    lines = [f"| {system} | commands | here |", "|---|---|---|"] if with_commands else [f"| {system} | here |", "|---|---|"]
+    for row, names in merged:
+        cells = [", ".join(f"`{name}`" for name in names), here(row)]
+        if with_commands:
+            cells.insert(1, "all" if len(row["commands"]) == 7 else ", ".join(row["commands"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def migration(schema):
+    """The pages of docs/migrate that have tables of names, with them."""
+    rows = schema["names_of_other_systems"]
+    found = {}
+    for path in sorted(MIGRATE.glob("*.md")):
+        text = path.read_text()
+        if "<!-- names: " in text:
+            found[path] = TABLE.sub(lambda part: f"{part[1]}{part[2]}{names_table(rows, part[1])}", text)
+    return found
+
+
+def pages(schema):
     commands = schema["commands"]
     rows = "\n".join(f"| [`rlhf {command['name']}`]({command['name']}.md) | {cell(command['about'])} |" for command in commands)
     return {"index.md": INDEX.format(note=NOTE, rows=rows), **{f"{command['name']}.md": page(command) for command in commands}}
@@ -101,18 +168,19 @@ def main():
     parser.add_argument("program", metavar="PROGRAM")
     parser.add_argument("--check", action="store_true", help="compare with the files in place of writing them")
     options = parser.parse_args()
-    made = pages(options.program)
-    there = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
+    schema = json.loads(subprocess.run([options.program, "schema"], check=True, capture_output=True, text=True).stdout)
+    made = {**{FOLDER / file: text for file, text in pages(schema).items()}, **migration(schema)}
+    there = {path: path.read_text() for path in {*FOLDER.glob("*.md"), *made} if path.exists()}
     if options.check:
-        differ = sorted(file for file in made.keys() | there.keys() if made.get(file) != there.get(file))
-        for file in differ:
-            print(f"docs/reference/cli/{file}: expected what `scripts/reference.py {options.program}` writes, found another text")
+        differ = sorted(path for path in made.keys() | there.keys() if made.get(path) != there.get(path))
+        for path in differ:
+            print(f"docs/{path.relative_to(DOCS)}: expected what `scripts/reference.py {options.program}` writes, found another text")
         return 1 if differ else 0
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for file in there.keys() - made.keys():
-        (FOLDER / file).unlink()
-    for file, text in made.items():
-        (FOLDER / file).write_text(text)
+    for path in there.keys() - made.keys():
+        path.unlink()
+    for path, text in made.items():
+        path.write_text(text)
     return 0
 
 

@@ -29,6 +29,8 @@ pub struct Refusal {
     other: Option<String>,
     origin: Origin,
     message: String,
+    /// Whether the message begins with the setting's name; `reward`, for one, may be the first word of a sentence too.
+    is_named: bool,
 }
 
 impl Refusal {
@@ -38,17 +40,20 @@ impl Refusal {
         let message = format!("{name}{rest}");
         // A product of settings is none by itself.
         let is_name = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-        Self { setting: is_name.then_some(name), other: None, origin: Origin::Unset, message }
+        Self { setting: is_name.then_some(name), other: None, origin: Origin::Unset, message, is_named: is_name }
     }
 
     /// A refusal that is about no setting by itself.
     pub fn general(message: impl Into<String>) -> Self {
-        Self { setting: None, other: None, origin: Origin::Unset, message: message.into() }
+        Self { setting: None, other: None, origin: Origin::Unset, message: message.into(), is_named: false }
     }
 
     /// A refusal of `setting`, if there is one, in a whole line.
     pub(crate) fn of_setting(setting: Option<&str>, line: impl Into<String>) -> Self {
-        Self { setting: setting.map(String::from), ..Self::general(line) }
+        let general = Self::general(line);
+        let rest = setting.and_then(|setting| general.message.strip_prefix(setting));
+        let is_named = rest.is_some_and(|rest| rest.starts_with(" = ") || rest.starts_with(": "));
+        Self { setting: setting.map(String::from), is_named, ..general }
     }
 
     /// The same refusal of one of two settings that exclude each other: either may be removed.
@@ -66,9 +71,21 @@ impl Refusal {
     /// The same refusal of a setting that the user wrote as `name`, at `origin`.
     #[must_use]
     pub fn written(self, name: &str, origin: Origin) -> Self {
+        self.named(name).at(origin)
+    }
+
+    /// The same refusal of a setting that the user wrote as `name`.
+    #[must_use]
+    pub(crate) fn named(self, name: &str) -> Self {
         let message = self.rest().map(|rest| format!("{name}{rest}"));
         let message = message.unwrap_or(self.message);
-        Self { origin, message, ..self }
+        Self { message, ..self }
+    }
+
+    /// The same refusal of a setting that was written at `origin`.
+    #[must_use]
+    pub(crate) fn at(self, origin: Origin) -> Self {
+        Self { origin, ..self }
     }
 
     /// The setting to change or to remove, by its own name; none if the refusal is about no setting by itself.
@@ -79,6 +96,11 @@ impl Refusal {
     /// The settings to change or to remove: [`Refusal::setting`], and the second of two that exclude each other.
     pub fn settings(&self) -> impl Iterator<Item = &str> {
         self.setting.iter().chain(&self.other).map(String::as_str)
+    }
+
+    /// The second of two settings that exclude each other.
+    pub(crate) fn other(&self) -> Option<&str> {
+        self.other.as_deref()
     }
 
     /// The place where the setting was written.
@@ -96,10 +118,11 @@ impl Refusal {
         self.rest().unwrap_or(&self.message)
     }
 
-    /// The message after the setting and before its value, or the reason; none if it does not begin with the setting's own name.
+    /// The message after the setting; none if it does not begin with the setting's own name.
     fn rest(&self) -> Option<&str> {
-        let rest = self.message.strip_prefix(self.setting.as_deref()?)?;
-        (rest.starts_with(" = ") || rest.starts_with(": ")).then_some(rest)
+        let rest = self.message.strip_prefix(self.setting.as_deref()?).filter(|_| self.is_named)?;
+        let is_longer_name = rest.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
+        (!is_longer_name).then_some(rest)
     }
 }
 
@@ -134,6 +157,22 @@ mod tests {
         let line = refusal.written("beta", Origin::Line { path: "run.yaml".into(), line: 3 });
         assert_eq!(line.to_string(), "run.yaml:3: beta = -1: expected more");
         assert_eq!(line.message(), "beta = -1: expected more");
+    }
+
+    #[test]
+    fn the_reason_follows_the_setting_in_any_words() {
+        let refusal = Refusal::new("value_lora_r", " is given, and there is no value model");
+        assert_eq!(refusal.reason(), " is given, and there is no value model");
+        let named = refusal.written("critic_lora_dim", Origin::Flag);
+        assert_eq!(named.message(), "critic_lora_dim is given, and there is no value model");
+        // A whole line may begin with the name as a word of English, and a renamed one with a longer name.
+        let line = Refusal::of_setting(Some("reward"), "reward models differ");
+        assert_eq!(
+            (line.reason(), line.clone().named("x").message()),
+            ("reward models differ", "reward models differ")
+        );
+        let renamed = Refusal::new("reward", " = x").map_message(|_| "reward_funcs = x".into());
+        assert_eq!(renamed.named("reward_model").message(), "reward_funcs = x");
     }
 
     #[test]

@@ -121,6 +121,14 @@ pub const MOST_ROWS: u64 = 1 << 20;
 pub const MOST_EPISODES: u64 = 1 << 40;
 /// The largest number of tokens of a response or a prompt: above any model's context.
 pub const MOST_TOKENS: u64 = 1 << 20;
+/// The largest number of ranks, machines or restarts: above any cluster, and far below an overflow.
+pub const MOST_RANKS: u64 = 100_000;
+/// The largest number of concurrent requests to a service; each has a thread.
+pub const MOST_REQUESTS: u64 = 1024;
+/// The largest TCP port.
+pub const MOST_PORT: u64 = u16::MAX as u64;
+/// Of a token's id, which may be any.
+pub const ANY_ID: u64 = i64::MAX as u64;
 /// Of a whole number that is no count, such as a seed: it may have any size.
 pub const ANY: u64 = u64::MAX;
 
@@ -278,6 +286,12 @@ pub fn defaults_with<C: Settings>(settings: &[(&'static str, &'static str)]) -> 
         other.or_else(|| required.contains(&name).then_some(".")).map(|value| vec![value.to_string()])
     };
     C::read(&value).expect("every setting has a default that it accepts")
+}
+
+/// Refuses a number of the setting `name` of `C` that is above the largest of its description.
+pub fn at_most<C: Settings>(name: &str, value: usize) -> Result<()> {
+    let most = C::fields().iter().find(|field| field.name == name).map_or(MOST, |field| field.most);
+    expect(value as u64 <= most, name, value, &format!("at most {most}"))
 }
 
 /// Reads the setting `name`, whose last value counts.

@@ -10,7 +10,6 @@ mod commands;
 pub(crate) mod completions;
 mod config_file;
 pub(crate) mod convert;
-mod deepspeed_chat;
 pub(crate) mod doctor;
 mod errors;
 pub(crate) mod evaluate;
@@ -20,13 +19,11 @@ mod foreign;
 pub(crate) mod generate;
 pub(crate) mod groups;
 mod help;
-mod hints;
 mod implied;
 mod keys;
 pub(crate) mod launch;
 mod layers;
 pub(crate) mod logprobs;
-mod mixture;
 mod names;
 mod pipeline;
 pub(crate) mod plan;
@@ -39,10 +36,8 @@ pub(crate) mod score;
 pub(crate) mod serve;
 pub(crate) mod session;
 mod setting;
-mod sharding;
 #[cfg(test)]
 mod testing;
-mod trl;
 pub(crate) mod watch;
 mod yaml;
 
@@ -108,6 +103,8 @@ pub(crate) struct Parsed {
     pub(crate) task: Task,
     /// Lines to print before the task starts: flags without an effect, and values left out of a preset.
     pub(crate) notes: Vec<String>,
+    /// Where the settings are written and by which names, for errors of the task.
+    pub(crate) written: Refusals,
 }
 
 /// Parses a command line, program name first, and the file that its `--config` names.
@@ -149,8 +146,10 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
     } else {
         single(rlhf, name, flags, &args, &mut messages)?
     };
-    messages.refusals.end()?;
-    Ok(Parsed { task, notes: messages.notes })
+    let written = messages.refusals.checked()?;
+    // A setting of a pipeline may be another one in a section.
+    let written = if name == PIPELINE { Refusals::default() } else { written };
+    Ok(Parsed { task, notes: messages.notes, written })
 }
 
 /// Builds and checks the configuration of the command `name`, any but the pipeline.
@@ -178,13 +177,12 @@ fn with_settings(
     messages: &mut Messages,
 ) -> Result<Task, Stop> {
     let name = command.get_name();
-    let file = flags.get_one::<PathBuf>("config").map(PathBuf::as_path);
     call_as_written(command, args, &mut messages.refusals);
     name_nulls(rlhf, &mut settings);
     if names::has(name) {
         names::rename(&mut messages.refusals);
     }
-    let Translated { preset, forced } = translated(command, flags, file, &mut settings, messages);
+    let Translated { preset, forced } = translated(command, flags, &mut settings, messages);
     // The last one of a flag wins.
     let forced = forced.into_iter().chain(folder(command, flags, &mut messages.refusals));
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());

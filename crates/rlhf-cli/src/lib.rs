@@ -58,7 +58,7 @@ pub fn run(words: Vec<OsString>) -> ! {
 /// Runs the program. Returns its exit code.
 fn start() -> u8 {
     match cli::parse(words()) {
-        Ok(Parsed { task, notes }) => {
+        Ok(Parsed { task, notes, written }) => {
             for note in notes.iter().filter(|_| is_main()) {
                 let _ = writeln!(io::stderr(), "note: {}", one_line(note));
             }
@@ -67,7 +67,7 @@ fn start() -> u8 {
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
-                    let error = with_own_names(words(), error);
+                    let error = with_own_names(words(), written.told(error));
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
                     report(&error, World::of_process().is_main())

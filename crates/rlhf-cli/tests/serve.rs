@@ -538,7 +538,7 @@ fn a_signal_ends_the_server_cleanly_and_a_port_that_is_taken_is_one_error() {
     let server = Server::start(&scratch);
     let port = server.address.rsplit(':').next().unwrap();
     scratch.refuses(&format!("serve policy --port {port}"), 1, &["port ", "taken by another program", "--port"]);
-    scratch.refuses("serve policy --port 70000", 2, &["port = 70000", "0 to 65535"]);
+    scratch.refuses("serve policy --port 70000", 2, &["port = 70000", "at most 65535"]);
     scratch.refuses("serve policy --port 0 --host 192.0.2.1", 2, &["--host 192.0.2.1", "an address of this machine"]);
     scratch.refuses("serve nothing --port 0", 1, &["nothing"]);
     scratch.refuses("serve reward --port 0", 1, &["reward"]);

@@ -38,12 +38,12 @@ const MOST_FIELDS: usize = 12;
 const TABLES: [&str; 8] = [
     "rlhf/src/run/group_names.rs",
     "rlhf/src/settings/presets.rs",
-    "rlhf-cli/src/cli/deepspeed_chat.rs",
-    "rlhf-cli/src/cli/foreign.rs",
+    "rlhf-cli/src/cli/foreign/chat.rs",
+    "rlhf-cli/src/cli/foreign/files.rs",
+    "rlhf-cli/src/cli/foreign/table.rs",
+    "rlhf-cli/src/cli/foreign/trl.rs",
     "rlhf-cli/src/cli/help.rs",
-    "rlhf-cli/src/cli/hints.rs",
     "rlhf-cli/src/cli/implied.rs",
-    "rlhf-cli/src/cli/trl.rs",
 ];
 
 /// Most literals outside of them that are the name of a setting. Many are something else of the same name: a key of a model's file, a

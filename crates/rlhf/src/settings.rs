@@ -4,6 +4,7 @@
 //! A field's name is the flag's name, the configuration file's key and, where TRL has the setting, TRL's name. Its doc comment is
 //! its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors read it from there.
 
+mod by_rows;
 mod chat;
 mod check;
 mod completions;

@@ -42,19 +42,41 @@ impl Refusals {
         self.about.iter().any(|about| about == name)
     }
 
-    /// Returns an empty collection for a part of the same settings: consequences of what is refused here are not refused there
-    /// either.
-    pub fn about(&self) -> Self {
-        Self { about: self.about.clone(), renames: self.renames, ..Self::default() }
+    /// Returns an empty collection for the settings of the section `section` of a file, which are written as `section.name`, and those
+    /// above the sections: consequences of what is refused here are not refused there either.
+    pub fn of_section(&self, section: &str) -> Self {
+        let mut own = Self { about: self.about.clone(), renames: self.renames, ..Self::default() };
+        let name = |written: &str| written.rsplit('.').next().unwrap_or_default().to_string();
+        let in_section = |written: &&Written| written.setting.split_once('.').is_some_and(|(of, _)| of == section);
+        let above = self.written.iter().filter(|written| !written.setting.contains('.'));
+        for written in above.chain(self.written.iter().filter(in_section)) {
+            own.call(&name(&written.setting), &name(&written.name), written.origin.clone());
+        }
+        own
     }
 
     /// Adds one line, complete with its place, which refuses the settings `about`; the first is the one to change.
     pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
+        self.refuse_at(Origin::Unset, line, about);
+    }
+
+    /// Adds one line about what is written at `origin`, which refuses the settings `about`; the first is the one to change.
+    pub fn refuse_at(
+        &mut self,
+        origin: Origin,
+        line: impl Into<String>,
+        about: impl IntoIterator<Item = impl Into<String>>,
+    ) {
         let about: Vec<String> = about.into_iter().map(Into::into).collect();
         let setting = about.first().filter(|name| !name.is_empty()).map(String::as_str);
-        let refusal = Refusal::of_setting(setting, line);
+        let refusal = Refusal::of_setting(setting, line).at(origin);
         self.refused.push(Refused { refusal, is_placed: true });
         self.about.extend(about);
+    }
+
+    /// Adds one line that refuses `setting`; its place is the one where the setting is written.
+    pub fn say(&mut self, setting: &str, line: impl Into<String>) {
+        self.push(Refusal::of_setting(Some(setting), line));
     }
 
     /// Adds a refusal, though others may be about its setting.
@@ -105,12 +127,31 @@ impl Refusals {
         self.written.push(Written { setting: setting.into(), name: name.into(), origin });
     }
 
-    /// Returns the refusal by the name that the user has written, with its place.
-    fn as_written(&self, Refused { refusal, is_placed }: Refused) -> Refusal {
-        let setting = refusal.setting().unwrap_or_default();
-        match self.written.iter().find(|written| written.setting == setting) {
-            Some(written) if is_placed => refusal.written(&written.name, Origin::Unset),
-            Some(written) => refusal.written(&written.name, written.origin.clone()),
+    /// Makes refusals of `setting` begin with the name of `other`, which is written and stands for it, and say where that is. With
+    /// `own_name` they keep the setting's own name, as its value is another one.
+    pub fn call_as(&mut self, setting: &str, other: &str, own_name: bool) {
+        if let Some(written) = self.written.iter().find(|written| written.setting == other) {
+            let name = if own_name { setting.to_string() } else { written.name.clone() };
+            self.call(setting, &name, written.origin.clone());
+        }
+    }
+
+    /// Returns the refusal by the names that the user has written, with the place of the first of its settings that is written.
+    fn as_written(&self, refusal: Refusal, is_placed: bool) -> Refusal {
+        let of = |setting: Option<&str>| self.written.iter().find(|written| Some(written.setting.as_str()) == setting);
+        let (first, second) = (of(refusal.setting()), of(refusal.other()));
+        let refusal = match first {
+            Some(first) => refusal.named(&first.name),
+            None => refusal,
+        };
+        let refusal = match second {
+            Some(Written { setting, name, .. }) if name != setting => {
+                refusal.map_message(|message| renamed(&message, &[(setting.as_str(), name.as_str())]))
+            }
+            _ => refusal,
+        };
+        match first.or(second).filter(|_| !is_placed) {
+            Some(written) => refusal.at(written.origin.clone()),
             None => refusal,
         }
     }
@@ -121,8 +162,27 @@ impl Refusals {
     /// [`Error::Refused`], if anything is.
     pub fn end(mut self) -> Result<()> {
         let refused = std::mem::take(&mut self.refused);
-        let refused: Vec<Refusal> = refused.into_iter().map(|refused| self.as_written(refused)).collect();
+        let refused = refused.into_iter().map(|Refused { refusal, is_placed }| self.as_written(refusal, is_placed));
+        let refused: Vec<Refusal> = refused.collect();
         if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
+    }
+
+    /// Returns the collection again, to name and place settings in the errors of their run by [`Refusals::told`].
+    ///
+    /// # Errors
+    /// As [`Refusals::end`].
+    pub fn checked(self) -> Result<Self> {
+        if self.is_empty() { Ok(self) } else { self.end().map(|()| Self::default()) }
+    }
+
+    /// Returns an error of a run with these settings: one that refuses settings names them as the user has, with their places.
+    pub fn told(&self, error: Error) -> Error {
+        let told =
+            |refusal: Refusal| self.as_written(refusal.map_message(|message| renamed(&message, self.renames)), false);
+        match error {
+            Error::Refused(refusals) => Error::Refused(refusals.into_iter().map(told).collect()),
+            other => other,
+        }
     }
 }
 
@@ -239,6 +299,41 @@ mod tests {
             ["run.yaml:7: beta = -1: expected more", "beta = -1: expected more", "kl_coef_end = 1: expected less"];
         assert_eq!(lines, expected);
         assert_eq!((refused[0].setting(), refused[0].origin()), (Some("kl_coef"), &origin));
+    }
+
+    #[test]
+    fn the_second_of_two_settings_is_named_and_placed_as_it_is_written_too() {
+        let line = |line| Origin::Line { path: "run.yaml".into(), line };
+        let mut refusals = Refusals::default();
+        refusals.call("kl_coef_end", "beta_end", line(3));
+        let rest = " = true and kl_coef_end = 0 exclude each other";
+        refusals.add(exclude("adap_kl_ctrl", "kl_coef_end", rest)).unwrap();
+        refusals.call("actor_lora_dim", "actor_lora_dim", line(5));
+        refusals.call_as("lora_r", "actor_lora_dim", false);
+        refusals.call_as("lora_alpha", "actor_lora_dim", true);
+        refusals.add(all([refuse("lora_r", " = 0: no"), refuse("lora_alpha", " = 0: no")])).unwrap();
+        let lines = refusals.end().unwrap_err().to_string();
+        let expected = [
+            "run.yaml:3: adap_kl_ctrl = true and beta_end = 0 exclude each other",
+            "run.yaml:5: actor_lora_dim = 0: no",
+            "run.yaml:5: lora_alpha = 0: no",
+        ];
+        assert_eq!(lines.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn an_error_of_a_run_and_one_of_a_section_have_the_place_of_the_setting() {
+        let line = |line| Origin::Line { path: "run.yaml".into(), line };
+        let mut written = Refusals::default();
+        written.call("output_dir", "output_dir", line(1));
+        written.call("ppo.kl_coef", "ppo.init_kl_coef", line(4));
+        let error = Error::refused("output_dir", " = o: expected a new folder");
+        assert_eq!(written.told(error).to_string(), "run.yaml:1: output_dir = o: expected a new folder");
+        assert_eq!(written.told(Error::Run("x".into())).to_string(), "x");
+        let mut own = written.of_section("ppo");
+        own.add(all([refuse("kl_coef", " = -1: no"), refuse("output_dir", " = o: no")])).unwrap();
+        let expected = "run.yaml:4: init_kl_coef = -1: no\nrun.yaml:1: output_dir = o: no";
+        assert_eq!(own.end().unwrap_err().to_string(), expected);
     }
 
     #[test]

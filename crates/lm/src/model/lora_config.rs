@@ -5,7 +5,7 @@ use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_in_saved_module};
 use super::shape::Family;
 use regex::Regex;
 use rlhf_base::name_of;
-use rlhf_base::schema::{LORA, Settings, all, at_least_one, defaults, expect, usage};
+use rlhf_base::schema::{LORA, Settings, all, at_least_one, at_most, defaults, expect, usage};
 use rlhf_base::weights::brief;
 use rlhf_base::{Error, Result};
 use serde::Serialize;
@@ -293,7 +293,7 @@ impl<T: Copy> Patterns<T> {
 }
 
 /// Maximum rank of an adapter: above any model's width.
-pub const MOST_RANK: usize = 1 << 16;
+pub const MOST_RANK: u64 = 1 << 16;
 
 /// Settings of low-rank adapters (LoRA) that are trained in place of all weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -302,7 +302,7 @@ pub struct PeftConfig {
     #[setting(heading = LORA, short = "train LoRA adapters")]
     pub use_peft: bool,
     /// Rank of the LoRA adapters.
-    #[setting(heading = LORA, default = 16)]
+    #[setting(heading = LORA, default = 16, most = MOST_RANK)]
     pub lora_r: usize,
     /// LoRA alpha: an adapter's product is scaled by `lora_alpha / lora_r`.
     #[setting(heading = LORA, default = 32)]
@@ -353,7 +353,7 @@ impl PeftConfig {
         all([
             expect(named, name_of!(self.lora_modules_to_save), "an empty name", "names of modules"),
             at_least_one(name_of!(self.lora_r), self.lora_r),
-            expect(self.lora_r <= MOST_RANK, name_of!(self.lora_r), self.lora_r, &format!("at most {MOST_RANK}")),
+            at_most::<Self>(name_of!(self.lora_r), self.lora_r),
             at_least_one(name_of!(self.lora_alpha), self.lora_alpha),
             expect(below_one, name_of!(self.lora_dropout), self.lora_dropout, "a number from 0 to below 1"),
         ])

@@ -10,8 +10,7 @@ use rlhf::{Origin, Result};
 
 use super::errors::{Stop, nearest, one_line, refusal, with_refusals};
 use super::flags::{NOT_SETTINGS, is_named};
-use super::help;
-use super::{hints, trl};
+use super::{foreign, help};
 
 /// Replaces dashes in flag names by underscores, and `--flag true` by `--flag=true` where the flag may also stand alone.
 ///
@@ -39,7 +38,7 @@ pub(super) fn normalize(args: impl IntoIterator<Item = OsString>, rlhf: &Command
         let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
         let name = name.replace('-', "_");
         let follows = value.or_else(|| args.peek().and_then(|next| next.to_str()));
-        let is_ratio = name == "warmup_steps" && follows.is_some_and(trl::is_warmup_ratio);
+        let is_ratio = name == "warmup_steps" && follows.is_some_and(foreign::is_warmup_ratio);
         let name = if is_ratio { "warmup_ratio".into() } else { name };
         let mut word = OsString::from(format!("--{name}"));
         if let Some(value) = value {
@@ -192,7 +191,7 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
     }
     let is_shown = |arg: &&Arg| !arg.is_hide_set() || NOT_SETTINGS.contains(&arg.get_id().as_str());
     let flags = command.get_arguments().filter(is_shown).filter_map(Arg::get_long);
-    let hint = hints::hint(name, &[command]).or_else(|| elsewhere(name, rlhf, command));
+    let hint = foreign::hint(name, &[command]).or_else(|| elsewhere(name, rlhf, command));
     let near = nearest(name, flags).filter(|_| hint.is_none());
     let tip = match (hint, near) {
         (Some(hint), _) => format!("; {hint}"),
@@ -286,7 +285,7 @@ mod tests {
 
     use crate::cli::commands::rlhf_command;
     use crate::cli::testing::{least, parse_words, ppo, ppo_error, with_file};
-    use crate::cli::{Task, trl};
+    use crate::cli::{Task, foreign};
 
     #[test]
     fn a_flag_name_may_have_dashes_and_values_keep_theirs() {
@@ -457,7 +456,7 @@ mod tests {
                 let several = arg.get_value_delimiter().is_some()
                     || arg.get_num_args().is_some_and(|count| count.max_values() > 1);
                 // Flags of TRL take any number of words, so that all of them are in the error that refuses them.
-                let is_list = if trl::is_added(arg) { trl::is_list(arg) } else { several };
+                let is_list = if foreign::is_added(arg) { foreign::is_list(arg) } else { several };
                 let Some(long) = arg.get_long().filter(|_| is_list) else { continue };
                 // The values of its own parser are not the same for all.
                 let text = arg.clone().required(false).value_parser(ValueParser::os_string());

@@ -13,7 +13,7 @@ use rlhf::settings::{
 use super::launch::LAUNCH;
 use super::plan::PLAN;
 use super::replay::{self, REPLAY};
-use super::{deepspeed_chat, flags, groups, help, implied, trl};
+use super::{flags, foreign, groups, help, implied};
 
 /// The command that runs the others as stages: it needs a configuration file.
 pub(super) const PIPELINE: &str = "pipeline";
@@ -305,23 +305,25 @@ fn whole() -> Command {
 /// Returns the commands that train.
 fn trainers() -> [Command; 7] {
     [
-        deepspeed_chat::with_flags(trl::with_flags(flags::command::<SftConfig>("sft")))
+        foreign::with_flags(flags::command::<SftConfig>("sft"))
             .about("Fine-tune a language model on texts or demonstrations")
             .after_help(SFT_HELP),
-        deepspeed_chat::with_flags(trl::with_flags(flags::command::<RewardConfig>("reward")))
+        foreign::with_flags(flags::command::<RewardConfig>("reward"))
             .about("Train a reward model on preference pairs")
             .after_help(REWARD_HELP),
-        trl::with_flags(dpo_command()).about("Train a language model by DPO, on preference pairs").after_help(DPO_HELP),
-        trl::with_flags(distill_command())
+        foreign::with_flags(dpo_command())
+            .about("Train a language model by DPO, on preference pairs")
+            .after_help(DPO_HELP),
+        foreign::with_flags(distill_command())
             .about("Train a language model by distillation from a teacher")
             .after_help(DISTILL_HELP),
-        deepspeed_chat::with_flags(trl::with_flags(flags::command::<PpoConfig>("ppo")))
+        foreign::with_flags(flags::command::<PpoConfig>("ppo"))
             .about("Train a language model with PPO against a reward")
             .after_help(PPO_HELP),
-        trl::with_flags(groups::command(Preset::Grpo))
+        foreign::with_flags(groups::command(Preset::Grpo))
             .about("Train a language model with GRPO, on groups of responses")
             .after_help(GRPO_HELP),
-        trl::with_flags(groups::command(Preset::Rloo))
+        foreign::with_flags(groups::command(Preset::Rloo))
             .about("Train a language model with RLOO, on groups of responses")
             .after_help(RLOO_HELP),
     ]
@@ -353,18 +355,18 @@ fn others() -> Vec<Command> {
         flags::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
             .after_help(PIPELINE_HELP),
-        trl::with_flags(flags::command::<GenerateConfig>("generate"))
+        foreign::with_flags(flags::command::<GenerateConfig>("generate"))
             .about("Generate responses with a language model")
             .after_help(GENERATE_HELP),
-        trl::with_flags(flags::command::<LogprobsConfig>("logprobs"))
+        foreign::with_flags(flags::command::<LogprobsConfig>("logprobs"))
             .about("Log-probabilities of given responses, row by row")
             .after_help(LOGPROBS_HELP),
-        trl::with_flags(flags::command::<ScoreConfig>("score"))
+        foreign::with_flags(flags::command::<ScoreConfig>("score"))
             // Its name in the commands whose rewards `score` tries.
             .mut_arg("model_name_or_path", |model| model.alias("reward_model_path"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
-        trl::with_flags(flags::command::<EvaluateConfig>("eval"))
+        foreign::with_flags(flags::command::<EvaluateConfig>("eval"))
             .about("Win rate of a model against another one, or its scores")
             .after_help(EVAL_HELP),
         flags::command::<MergeConfig>("merge")

@@ -7,9 +7,9 @@ use rlhf::run::has_driver;
 use rlhf::schema::Refusals;
 use rlhf::{Origin, Result};
 
+use super::foreign::is_warmup_ratio;
 use super::keys::Keys;
 use super::setting::Setting;
-use super::trl::is_warmup_ratio;
 use super::yaml::{Entry, read_yaml};
 
 /// Reads the settings in the YAML file `path`, by the names of their flags. Entries that are refused go to `refusals`, with their lines.
@@ -18,7 +18,6 @@ use super::yaml::{Entry, read_yaml};
 /// If the file cannot be read, or is not a map of settings.
 pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals) -> Result<Vec<Setting>> {
     let text = rlhf::files::read_settings(path)?;
-    let placed = |line: u64, message: String| format!("{}:{line}: {message}", path.display());
     let mut settings: Vec<Setting> = Vec::new();
     let entries = match read_yaml(&text, keys) {
         Ok(mut entries) => {
@@ -26,7 +25,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
             entries
         }
         Err((line, message)) => {
-            refusals.refuse(placed(line, message), [""; 0]);
+            refusals.refuse_at(origin(path, line), message, [""; 0]);
             return std::mem::take(refusals).end().map(|()| settings);
         }
     };
@@ -45,7 +44,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
         nulled.into_iter().for_each(|place| drop(settings.remove(place)));
         let is_set = earlier.is_some() && nulled.is_none();
         match refused(keys, &setting, error, is_set) {
-            Some((message, about)) => refusals.refuse(placed(setting.line, message), about),
+            Some((message, about)) => refusals.refuse_at(origin(path, setting.line), message, about),
             None => {
                 refusals.call(&name, &setting.key, origin(path, setting.line));
                 spelled.insert(name.clone(), std::mem::replace(&mut setting.key, name));
@@ -57,7 +56,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
 }
 
 /// The place of a setting in the file `path`, which the Python package writes for its classes.
-fn origin(path: &Path, line: u64) -> Origin {
+pub(super) fn origin(path: &Path, line: u64) -> Origin {
     if has_driver() { Origin::Python } else { Origin::Line { path: path.into(), line } }
 }
 
@@ -108,7 +107,7 @@ fn refused(
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::testing::{PPO, file_error, parse_words, with_file};
+    use crate::cli::testing::{PPO, file_error, least, parse_words, with_file};
 
     #[test]
     fn an_unknown_key_names_the_file_the_line_and_the_nearest_key() {
@@ -129,6 +128,42 @@ mod tests {
         {
             let file = with_file(text, &PPO);
             assert!(file.is_ok(), "{text}: {file:?}");
+        }
+    }
+
+    #[test]
+    fn checks_of_several_settings_have_the_line_of_the_one_to_change_and_its_name() {
+        for (command, text, start) in [
+            (
+                "ppo",
+                "seed: 1\nvalue_lora_r: 4\n",
+                "run.yaml:2: value_lora_r is given, and the value model gets no adapter",
+            ),
+            ("ppo", "value_lora_target_modules: [a]\n", "run.yaml:1: value_lora_target_modules is given, and"),
+            ("ppo", "init_kl_coef: -1\n", "run.yaml:1: init_kl_coef = -1: expected a number of 0 or more"),
+            (
+                "grpo",
+                "loss_type: sapo\nepsilon_high: 0.3\n",
+                "run.yaml:2: epsilon_high = 0.3 has no effect with loss_type = sapo or vespo",
+            ),
+            (
+                "grpo",
+                "epsilon: 0.3\ndelta: 1.2\n",
+                "run.yaml:2: delta = 1.2: expected a number above 1 + epsilon = 1.3: ",
+            ),
+            (
+                "grpo",
+                "stop_token: eos\nstop_token_id: 3\n",
+                "run.yaml:1: stop_token = eos and stop_token_id = 3 exclude",
+            ),
+            (
+                "sft",
+                "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {power: -1}\n",
+                "run.yaml:2: power = -1: expected a number above 0",
+            ),
+        ] {
+            let error = with_file(text, &least(command)).unwrap_err();
+            assert!(error.lines().any(|line| line.starts_with(start)), "{error}\nhas no {start}");
         }
     }
 

@@ -4,7 +4,7 @@ use clap::{Arg, Command};
 
 use super::errors::{nearest, refusal};
 use super::flags::{NOT_SETTINGS, is_named};
-use super::{hints, trl};
+use super::foreign;
 
 /// The keys that a configuration file may have: the names and aliases of flags.
 pub(super) struct Keys<'c> {
@@ -42,7 +42,7 @@ impl<'c> Keys<'c> {
 
     /// Returns what is expected of a key instead of `value`, if none of the commands that have it accepts that.
     pub(super) fn refusal(&self, key: &str, value: &str) -> Option<String> {
-        let is_own = |arg: &&Arg| !trl::is_added(arg);
+        let is_own = |arg: &&Arg| !foreign::is_added(arg);
         let all: Option<Vec<String>> = self.flags(key).filter(is_own).map(|arg| refusal(arg, value)).collect();
         all?.pop().or_else(|| refusal(self.flag(key)?, value))
     }
@@ -70,7 +70,7 @@ impl<'c> Keys<'c> {
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
         let (commands, name) = self.place(key);
-        if let Some(hint) = hints::hint(name, &commands) {
+        if let Some(hint) = foreign::hint(name, &commands) {
             return format!("unknown key `{key}`; {hint}");
         }
         let hint = match (self.nearest(key), &self.place(key).0[..]) {

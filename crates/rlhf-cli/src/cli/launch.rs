@@ -14,6 +14,7 @@ use rlhf::device::{Device, count_gpus};
 use rlhf::dist::as_ranks;
 use rlhf::run::{CONFIG, has_checkpoint};
 use rlhf::safe_text::one_line;
+use rlhf::schema::Refusals;
 use rlhf::settings::{LaunchFlags, Resume, RunConfig};
 use rlhf::terminal::{Colour, Stream};
 use rlhf::{Error, Result};
@@ -77,7 +78,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
         _ => count_gpus().max(1),
     });
     let task = Task::Launch(LaunchTask { flags, local_ranks, command, task: Box::new(task) });
-    Ok(Parsed { task, notes: Vec::new() })
+    Ok(Parsed { task, notes: Vec::new(), written: Refusals::default() })
 }
 
 /// Sets the flags that are not on the command line as accelerate's file has them.

@@ -1,7 +1,5 @@
 //! Precedence of settings: flags, then the configuration file, then the preset, then the defaults.
 
-use std::path::Path;
-
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 use rlhf::schema::{Choices as _, NONE, Refusals};
@@ -11,7 +9,7 @@ use rlhf::{Error, Refusal, Result};
 use super::errors::{Messages, Stop};
 use super::fields::optional_with_default;
 use super::setting::Setting;
-use super::{deepspeed_chat, flags, groups, names, trl};
+use super::{flags, foreign, groups, names};
 
 /// The settings of another system, beside those of the file.
 pub(super) struct Translated {
@@ -25,7 +23,6 @@ pub(super) struct Translated {
 pub(super) fn translated(
     command: &Command,
     flags: &ArgMatches,
-    path: Option<&Path>,
     settings: &mut Vec<Setting>,
     messages: &mut Messages,
 ) -> Translated {
@@ -35,9 +32,7 @@ pub(super) fn translated(
     if names::has(name) {
         groups::translate(flags, settings);
     }
-    let forced = deepspeed_chat::translate(name, preset, flags, settings, messages);
-    let is_chat = |flag: &str| preset == Some(Preset::DeepspeedChat) && deepspeed_chat::has(name, flag);
-    trl::translate(&trl::Flags { command, flags, path, is_foreign: &is_chat }, settings, messages);
+    let forced = foreign::translate(command, preset, flags, settings, messages);
     Translated { preset: of_preset(name, preset, settings), forced }
 }
 

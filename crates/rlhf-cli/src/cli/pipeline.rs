@@ -4,22 +4,22 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::Command;
-use rlhf::Error;
 use rlhf::schema::{Choices as _, Refusals, Settings};
 use rlhf::settings::{
     DistillConfig, DpoConfig, PipelineFlags, PpoConfig, Preset, Resume, RewardConfig, RunConfig, SftConfig, Stage,
 };
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
+use rlhf::{Error, Origin};
 
 use super::args::{matches_of, not_required};
 use super::commands::PIPELINE;
-use super::config_file::read_config;
+use super::config_file::{origin, read_config};
 use super::errors::{Messages, Stop};
 use super::flags::NOT_SETTINGS;
 use super::keys::Keys;
 use super::layers::{Translated, name_nulls, resolve, translated};
 use super::setting::{Setting, set_default, with_defaults};
-use super::{deepspeed_chat, flags, trl};
+use super::{flags, foreign};
 
 /// Settings of the whole pipeline, which a section must not have.
 const OF_THE_PIPELINE: [&str; 4] =
@@ -64,7 +64,7 @@ pub(super) fn parse(
             let line = file.own(stage, key).map_or(1, |setting| setting.line);
             let message =
                 format!("`{stage}.{key}`: expected it above the sections: it is a setting of the whole pipeline");
-            messages.refusals.refuse(file.placed(line, &message), [*key]);
+            messages.refusals.refuse_at(origin(path, line), message, [*key]);
         }
     }
     let whole = |command: &Command| {
@@ -82,7 +82,7 @@ pub(super) fn parse(
             "resume_from_checkpoint = {}: expected true: each stage resumes from its own newest checkpoint",
             dir.display()
         );
-        messages.refusals.refuse(line, ["resume_from_checkpoint"]);
+        messages.refusals.say("resume_from_checkpoint", line);
     }
     let runs = |stage: Stage| !flags.skip.contains(&stage);
     let config = PipelineConfig {
@@ -102,7 +102,7 @@ pub(super) fn parse(
         output_dir: flags.output_dir.clone(),
     };
     if !all.iter().any(|&stage| runs(stage)) {
-        messages.refusals.refuse("skip = sft,reward,ppo leaves nothing to do", ["skip"]);
+        messages.refusals.say("skip", "skip = sft,reward,ppo leaves nothing to do");
     }
     Ok(config)
 }
@@ -143,10 +143,6 @@ fn is_of_all_steps(preset: &Setting) -> bool {
 }
 
 impl File<'_> {
-    fn placed(&self, line: u64, message: &str) -> String {
-        format!("{}:{line}: {message}", self.path.display())
-    }
-
     fn find(&self, key: &str) -> Option<&Setting> {
         self.settings.iter().find(|setting| setting.key == key)
     }
@@ -173,7 +169,7 @@ impl File<'_> {
     ) -> Result<(Vec<Setting>, Vec<Setting>), Stop> {
         let flag = |command: &Command, name: &str| {
             let arg = command.get_arguments().find(|arg| arg.get_id().as_str() == name);
-            arg.filter(|_| !NOT_SETTINGS.contains(&name)).map(trl::is_added)
+            arg.filter(|_| !NOT_SETTINGS.contains(&name)).map(foreign::is_added)
         };
         // A flag of one stage does not go to a stage that knows it only as another system's flag.
         let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
@@ -190,7 +186,7 @@ impl File<'_> {
                 || (stage == Stage::Ppo && key == "max_steps")
                 // Most presets are of PPO alone.
                 || (stage != Stage::Ppo && key == "preset" && !is_of_all_steps(setting))
-                || (of_other_steps && deepspeed_chat::has(stage.name(), key))
+                || (of_other_steps && foreign::is_of_chat(stage.name(), key))
                 || (own_data && OF_A_DATASET.contains(&key));
             is_flag(key) && !of_others
         };
@@ -204,7 +200,7 @@ impl File<'_> {
         let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
         found.extend(nulls);
         let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
-        let Translated { preset, .. } = translated(command, &flags, None, &mut found, messages);
+        let Translated { preset, .. } = translated(command, &flags, &mut found, messages);
         found.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
             if !found.iter().any(|setting| setting.key == key) {
@@ -230,8 +226,7 @@ impl File<'_> {
         Parts { run, check }: Parts<C>,
         messages: &mut Messages,
     ) -> Result<Option<C>, Stop> {
-        // Settings that are refused already have their place in the file.
-        let mut own = Messages { refusals: messages.refusals.about(), notes: Vec::new() };
+        let mut own = Messages { refusals: messages.refusals.of_section(stage.name()), notes: Vec::new() };
         let (preset, settings) = self.settings_of(stage, command, links, &mut own)?;
         let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
             let command = with_defaults(command.clone(), layers);
@@ -251,26 +246,29 @@ impl File<'_> {
         };
         let resolved = resolve(preset, &settings, |_| false, build, check, &mut own);
         messages.notes.extend(own.notes.into_iter().map(|note| format!("{stage}: {note}")));
-        let error = match (own.refusals.end(), resolved) {
-            (Ok(()), Ok(config)) => return Ok(Some(config)),
-            (Err(error), _) | (_, Err(Stop::Error(error))) => error,
-            (_, Err(other)) => return Err(other),
+        let error = match resolved {
+            Ok(config) => match own.refusals.end() {
+                Ok(()) => return Ok(Some(config)),
+                Err(error) => error,
+            },
+            Err(Stop::Error(error)) if own.refusals.is_empty() => own.refusals.told(error),
+            Err(Stop::Error(error)) => own.refusals.end().err().unwrap_or(error),
+            Err(other) => return Err(other),
         };
         if error.refusals().is_empty() {
             return Err(error.into());
         }
         for refusal in error.refusals() {
-            let line = self.place(stage, refusal.setting(), refusal.message());
-            messages.refusals.refuse(line, [""; 0]);
+            let message = format!("{stage}: {}", refusal.message());
+            let origin = Some(refusal.origin().clone()).filter(|origin| *origin != Origin::Unset);
+            messages.refusals.refuse_at(origin.unwrap_or_else(|| self.section(stage)), message, [""; 0]);
         }
         Ok(None)
     }
 
-    /// Returns an error of `stage` with the line of the setting that it is about, or else that of the section.
-    fn place(&self, stage: Stage, setting: Option<&str>, message: &str) -> String {
-        let key = setting.unwrap_or_default();
-        let setting = self.own(stage, key).or_else(|| self.find(key)).or_else(|| self.find(stage.name()));
-        self.placed(setting.map_or(1, |setting| setting.line), &format!("{stage}: {message}"))
+    /// Returns the place of the section of `stage`.
+    fn section(&self, stage: Stage) -> Origin {
+        origin(self.path, self.find(stage.name()).map_or(1, |section| section.line))
     }
 
     fn sft(
@@ -385,7 +383,7 @@ impl File<'_> {
                 "sft is skipped, and {} holds no model: expected `{stage}.{key}` or `model_name_or_path`",
                 dir.display()
             );
-            messages.refusals.refuse(self.place(stage, None, &message), [key]);
+            messages.refusals.refuse_at(self.section(stage), format!("{stage}: {message}"), [key]);
             return Ok(None);
         };
         let revision = base("model_revision").map(|revision| ("model_revision", revision));
@@ -499,8 +497,8 @@ mod tests {
                 "run.yaml:6: ppo: adap_kl_ctrl = true has no effect with kl_coef = 0",
             ),
             ("sft: {output_dir: x}\n", "run.yaml:4: `sft.output_dir`: expected it above the sections"),
-            ("resume_from_checkpoint: x\n", "resume_from_checkpoint = x: expected true"),
-            ("skip: [sft, reward, ppo]\n", "skip = sft,reward,ppo leaves nothing to do"),
+            ("resume_from_checkpoint: x\n", "run.yaml:4: resume_from_checkpoint = x: expected true"),
+            ("skip: [sft, reward, ppo]\n", "run.yaml:4: skip = sft,reward,ppo leaves nothing to do"),
             ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, dpo, distill, found `7`"),
         ] {
             let found = error(&format!("{least}{text}"));

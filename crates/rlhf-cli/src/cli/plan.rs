@@ -48,14 +48,14 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     messages.refusals.end()?;
     check_command(command.first())?;
     let words = [OsString::from("rlhf")].into_iter().chain(command);
-    let Parsed { task, notes } = as_ranks(flags.nproc_per_node * flags.nnodes, || super::parse(words))?;
+    let Parsed { task, notes, written } = as_ranks(flags.nproc_per_node * flags.nnodes, || super::parse(words))?;
     if planned(&task).is_none() && !matches!(task, Task::Pipeline(_) | Task::Generate(_)) {
         return Err(Error::Usage(
             "plan: eval_only = true trains nothing: expected a command that trains a model".into(),
         )
         .into());
     }
-    Ok(Parsed { task: Task::Plan(PlanTask { flags, task: Box::new(task) }), notes })
+    Ok(Parsed { task: Task::Plan(PlanTask { flags, task: Box::new(task) }), notes, written })
 }
 
 /// Checks that `word` is a command that has a plan.

@@ -66,22 +66,27 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     recorded.check_ranks(num_ranks())?;
     let ppo = rlhf.find_subcommand(PPO).expect("it is a command");
     let keys = Keys { top: vec![ppo], sections: Vec::new() };
-    // A setting of another version of the program may not be there.
-    let known = recorded.settings().iter().filter(|(name, _)| keys.flag(name).is_some());
-    let settings: Vec<Setting> = known.map(|(name, value)| setting(&keys.canonical(name), value)).collect();
+    let (known, unknown): (Vec<_>, Vec<_>) =
+        recorded.settings().iter().partition(|(name, _)| keys.flag(name).is_some());
+    let settings: Vec<Setting> = known.into_iter().map(|(name, value)| setting(&keys.canonical(name), value)).collect();
     let program = ["rlhf", PPO].map(OsString::from);
     let mut words: Vec<OsString> =
         program.into_iter().chain(ppo.get_arguments().flat_map(|arg| words_of(arg, flags))).collect();
     let mut messages = Messages::default();
+    if !unknown.is_empty() {
+        let names: Vec<&str> = unknown.iter().map(|(name, _)| name.as_str()).collect();
+        messages.notes.push(format!("settings of the run that this version does not have: {}", names.join(", ")));
+    }
     let matches = parse_flags(rlhf, &mut words, &mut messages.refusals)?;
     let (_, flags) = matches.subcommand().expect("it is ppo");
     // Batches have the sizes that the run's ranks gave them.
     let ranks = recorded.ranks();
     let task = as_ranks(ranks, || with_settings(ppo, rlhf, (flags, &words[..]), settings, &mut messages))?;
-    messages.refusals.end()?;
+    let written = messages.refusals.checked()?;
     match task {
         Task::Ppo(ppo) => {
-            Ok(Parsed { task: Task::Replay(ReplayTask { replay, ppo: Box::new(ppo) }), notes: messages.notes })
+            let task = Task::Replay(ReplayTask { replay, ppo: Box::new(ppo) });
+            Ok(Parsed { task, notes: messages.notes, written })
         }
         _ => unreachable!("ppo has PpoConfig"),
     }

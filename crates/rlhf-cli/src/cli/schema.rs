@@ -10,10 +10,16 @@ use serde_json::{Map, Value, json};
 
 use super::commands::rlhf_command;
 use super::fields::fields;
-use super::{help, names, trl};
+use super::{foreign, help, names};
 
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
+
+/// Commands whose runs, or evaluations, the same command continues.
+const CONTINUED: [&str; 8] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo", "eval"];
+
+/// Commands of whose runs `rlhf replay` computes an update again.
+const REPLAYED: [&str; 3] = ["ppo", "grpo", "rloo"];
 
 /// Prints the description of the commands, or of those that `config` names.
 ///
@@ -29,7 +35,10 @@ pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
         config.commands.is_empty() || config.commands.iter().any(|name| name == command.get_name())
     };
     let described: Vec<Value> = commands.get_subcommands().filter(is_asked).map(described).collect();
-    let schema = json!({"schema_version": VERSION, "version": env!("CARGO_PKG_VERSION"), "commands": described});
+    let mut schema = json!({"schema_version": VERSION, "version": env!("CARGO_PKG_VERSION"), "commands": described});
+    if config.commands.is_empty() {
+        schema["names_of_other_systems"] = foreign::rows().into();
+    }
     let mut out = io::stdout().lock();
     serde_json::to_writer_pretty(&mut out, &schema)
         .map_err(io::Error::from)
@@ -90,14 +99,14 @@ fn described(command: &Command) -> Value {
             "positional": field.positional,
             "hidden": flag.is_hide_set(),
             "common": common.contains(&field.name),
-            "resume": field.resume,
-            "replay": field.replay,
+            "resume": CONTINUED.contains(&name).then_some(field.resume),
+            "replay": REPLAYED.contains(&name).then_some(field.replay),
             "most": (field.kind == Kind::Integer).then_some(field.most),
         }))
     });
     let about = command.get_about().map(ToString::to_string);
     let settings: Vec<Value> = settings.collect();
-    json!({"name": name, "about": about, "settings": settings, "of_other_systems": trl::described(command)})
+    json!({"name": name, "about": about, "settings": settings, "of_other_systems": foreign::described(command)})
 }
 
 /// Returns the further names of a setting: those of its description, and its own where the command calls it otherwise.
@@ -181,5 +190,41 @@ mod tests {
         let stage = setting("sft", "zero_stage");
         assert_eq!((&stage["choices"][3]["name"], &stage["default"]), (&json!("3"), &json!("0")));
         assert_eq!(setting("ppo", "stop_token")["choices"][0]["name"], json!("eos"));
+    }
+
+    #[test]
+    fn fixed_limits_are_described_and_classes_where_a_run_is_continued_or_replayed() {
+        for (command, name, most) in [
+            ("sft", "lora_r", 65536),
+            ("ppo", "value_lora_r", 65536),
+            ("ppo", "reward_concurrency", 1024),
+            ("eval", "judge_concurrency", 1024),
+            ("launch", "nproc_per_node", 100_000),
+            ("serve", "port", 65535),
+            ("ppo", "stop_token_id", i64::MAX),
+        ] {
+            assert_eq!(setting(command, name)["most"], json!(most), "{command} {name}");
+        }
+        let rate = |command: &str, class: &str| setting(command, "learning_rate")[class].clone();
+        assert_eq!((rate("ppo", "resume"), rate("ppo", "replay")), (json!("kept"), json!("changes")));
+        assert_eq!((rate("sft", "resume"), rate("sft", "replay")), (json!("kept"), Value::Null));
+        let port = setting("serve", "port");
+        assert_eq!((&port["resume"], &port["replay"]), (&Value::Null, &Value::Null));
+    }
+
+    #[test]
+    fn the_table_of_other_systems_names_what_each_name_is_here() {
+        let table = foreign::rows();
+        let row = |name: &str, system: &str| {
+            let of = |row: &&Value| row["system"] == system && row["names"].as_array().unwrap().contains(&json!(name));
+            table.iter().find(of).unwrap_or_else(|| panic!("{name}")).clone()
+        };
+        let clip = row("actor.eps_clip", "OpenRLHF");
+        assert_eq!((&clip["meaning"], &clip["here"]), (&json!("refused"), &json!("cliprange")));
+        let path = row("data_path", "DeepSpeed-Chat");
+        assert_eq!((&path["here"], &path["commands"]), (&json!("dataset_name"), &json!(["sft", "reward", "ppo"])));
+        let stage = row("fsdp_config.fsdp_offload_params", "accelerate");
+        assert_eq!(stage["values"], json!({"true": "true", "false": null}));
+        assert_eq!(row("adafactor", "TRL")["values"], json!(["none", "false"]));
     }
 }

@@ -1,19 +1,20 @@
 //! Reads YAML as settings, each with its line.
 //!
 //! The document is parsed twice. A value of another shape than its flag's (a list for a number) would end the deserializer, and
-//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape.
+//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape. Values of
+//! any shape in one pass would be typed, and no longer the texts that the user wrote: `1e-5` and `007` would be numbers.
 
 use std::collections::VecDeque;
 
 use clap::{Arg, ArgAction};
 use rlhf::Result;
 use rlhf::schema::{JsonObject, Setting as _};
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
+use super::foreign;
 use super::keys::Keys;
 use super::setting::Setting;
-use super::trl;
 
 /// One setting of a document, and the error if its value has the wrong shape.
 pub(super) struct Entry {
@@ -220,11 +221,10 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (Some(Shape::Empty), Some(arg)) if is_list(arg) => {
                     map.next_value::<IgnoredAny>().map(|_| Vec::new())?
                 }
-                (Some(Shape::One), Some(arg)) if !is_list(arg) => {
-                    map.next_value::<Option<String>>()?.into_iter().collect()
-                }
-                (Some(Shape::One | Shape::Many), Some(arg)) if is_list(arg) => map.next_value::<Texts>()?.0,
-                (Some(Shape::Nested), Some(arg)) if trl::takes_map(arg) => {
+                // One text is a list of one, and null an empty list.
+                (Some(Shape::One), Some(_)) => map.next_value::<Option<String>>()?.into_iter().collect(),
+                (Some(Shape::Many), Some(arg)) if is_list(arg) => map.next_value()?,
+                (Some(Shape::Nested), Some(arg)) if foreign::takes_map(arg) => {
                     vec![map.next_value::<serde_json::Value>()?.to_string()]
                 }
                 (Some(Shape::Empty), Some(arg)) if takes_json(arg) => {
@@ -233,7 +233,7 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
                 (_, Some(arg)) if takes_json(arg) => vec![map.next_value::<serde_json::Value>()?.to_string()],
                 (_, Some(arg)) => {
                     map.next_value::<IgnoredAny>()?;
-                    if trl::is_added(arg) {
+                    if foreign::is_added(arg) {
                         vec!["{...}".to_string()]
                     } else {
                         error = Some(if is_list(arg) { NO_LIST } else { NO_VALUE });
@@ -258,62 +258,5 @@ impl<'de> Visitor<'de> for Settings<'_, '_> {
     fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<(), E> {
         // An empty scalar is null.
         if text.is_empty() { Ok(()) } else { Err(E::custom(NO_MAP)) }
-    }
-}
-
-/// A list of texts; one text is a list of one, null an empty list.
-struct Texts(Vec<String>);
-
-impl<'de> Deserialize<'de> for Texts {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Reader;
-        impl<'de> Visitor<'de> for Reader {
-            type Value = Texts;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a text or a list of texts")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Texts, A::Error> {
-                let mut texts = Vec::new();
-                while let Some(text) = list.next_element()? {
-                    texts.push(text);
-                }
-                Ok(Texts(texts))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, _: A) -> Result<Texts, A::Error> {
-                Err(A::Error::custom(NO_LIST))
-            }
-
-            fn visit_unit<E>(self) -> Result<Texts, E> {
-                Ok(Texts(Vec::new()))
-            }
-
-            fn visit_none<E>(self) -> Result<Texts, E> {
-                Ok(Texts(Vec::new()))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Texts, E> {
-                Ok(Texts(vec![text.to_string()]))
-            }
-
-            fn visit_bool<E>(self, value: bool) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_i64<E>(self, value: i64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_u64<E>(self, value: u64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-
-            fn visit_f64<E>(self, value: f64) -> Result<Texts, E> {
-                Ok(Texts(vec![value.to_string()]))
-            }
-        }
-        deserializer.deserialize_any(Reader)
     }
 }

@@ -5,10 +5,9 @@ use serde::Serialize;
 use super::address::without_query;
 use rlhf_base::Result;
 use rlhf_base::name_of;
-use rlhf_base::schema::{MOST_ROWS, REWARDS, Settings, above_zero, all, at_least_one, expect, no_effect};
-
-/// Maximum number of concurrent requests to a reward service; each has a thread.
-const MOST_REQUESTS: usize = 1024;
+use rlhf_base::schema::{
+    MOST_REQUESTS, MOST_ROWS, REWARDS, Settings, above_zero, all, at_least_one, at_most, expect, no_effect,
+};
 
 /// Maximum time to wait for a reward, in seconds.
 pub(crate) const LONGEST_TIMEOUT: f64 = 7.0 * 24.0 * 3600.0;
@@ -56,7 +55,7 @@ pub struct RewardSourcesConfig {
     #[setting(heading = REWARDS, default = 32, resume = Free, most = MOST_ROWS, replay = Scores)]
     pub reward_batch_size: usize,
     /// Concurrent requests to a reward service.
-    #[setting(heading = REWARDS, default = 4, resume = Free, replay = Scores)]
+    #[setting(heading = REWARDS, default = 4, resume = Free, replay = Scores, most = MOST_REQUESTS)]
     pub reward_concurrency: usize,
     /// Timeout in seconds for the next score of a reward program, or for a request to a service.
     #[setting(heading = REWARDS, default = 120.0, resume = Free, replay = Scores)]
@@ -68,18 +67,12 @@ pub struct RewardSourcesConfig {
 
 impl RewardSourcesConfig {
     pub(crate) fn check(&self) -> Result<()> {
-        let most = format!("at most {MOST_REQUESTS}");
         let seconds = self.reward_timeout;
         let expected = "a number of seconds above 0, at most a week";
         all([
             at_least_one(name_of!(self.reward_batch_size), self.reward_batch_size),
             at_least_one(name_of!(self.reward_concurrency), self.reward_concurrency),
-            expect(
-                self.reward_concurrency <= MOST_REQUESTS,
-                name_of!(self.reward_concurrency),
-                self.reward_concurrency,
-                &most,
-            ),
+            at_most::<Self>(name_of!(self.reward_concurrency), self.reward_concurrency),
             expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, name_of!(self.reward_timeout), seconds, expected),
         ])
     }

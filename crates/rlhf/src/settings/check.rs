@@ -20,8 +20,8 @@ use rlhf_base::schema::{
     Choices, MOST, Refusals, Settings, above_zero, all, at_least_one, defaults, defaults_with, exclude, expect,
     no_effect, refuse, usage, zero_or_more, zero_to_one,
 };
-use rlhf_lm::generate::settings::{LogprobsOf, StopToken};
-use rlhf_lm::model::{MOST_RANK, PeftConfig, Shape};
+use rlhf_lm::generate::settings::LogprobsOf;
+use rlhf_lm::model::{PeftConfig, Shape};
 use rlhf_lm::optim::settings::{LrSchedulerType, check_learning};
 
 /// Refuses counts and sizes that no run can have, before anything is computed from them.
@@ -108,7 +108,7 @@ impl PpoConfig {
             self.sampling.check(),
             self.check_sampling(),
             self.value.check(self),
-            self.check_stop(),
+            self.stop().map(drop),
             check_token_id(self.stop_token_id),
             self.rewards.check(),
             self.environment.check(),
@@ -140,7 +140,7 @@ impl PpoConfig {
         if !self.environment.is_used() {
             return Ok(());
         }
-        if self.stop_token.is_none() && self.stop_token_id.is_none() && self.sampling.stop_strings.is_empty() {
+        if !self.can_stop() {
             usage(
                 "tools and environments without stop_token, stop_token_id or stop_strings: no turn would end; expected stop_token = eos",
             )?;
@@ -203,11 +203,8 @@ impl PpoConfig {
     /// Refuses settings of the clip that have no effect with the objective, and a bound of the ratio that would not be TRL's.
     fn check_clip(&self) -> Result<()> {
         let usual: Self = defaults();
-        let [low, high, dual] = if self.preset.is_of_groups() {
-            ["epsilon", "epsilon_high", "delta"]
-        } else {
-            [name_of!(self.cliprange), name_of!(self.loss.cliprange_high), name_of!(self.loss.dual_clip)]
-        };
+        let [low, high, dual] =
+            [name_of!(self.cliprange), name_of!(self.loss.cliprange_high), name_of!(self.loss.dual_clip)];
         let range = self.cliprange;
         let mut refusals = Refusals::default();
         match (self.loss.loss_type, self.loss.cliprange_high) {
@@ -339,11 +336,7 @@ impl PpoConfig {
                     format!(" = {found}: expected two numbers LOW,HIGH, the first below the second"),
                 ),
             },
-            if self.mask.mask_truncated_completions
-                && self.stop_token.is_none()
-                && self.stop_token_id.is_none()
-                && self.sampling.stop_strings.is_empty()
-            {
+            if self.mask.mask_truncated_completions && !self.can_stop() {
                 refuse(
                     name_of!(self.mask.mask_truncated_completions),
                     " = true without stop_token, stop_token_id or stop_strings: no response would stop, and all \
@@ -425,7 +418,7 @@ impl PpoConfig {
     /// Checks sampling together with lengths, stop tokens and masks.
     fn check_sampling(&self) -> Result<()> {
         let (least, most) = (self.sampling.min_new_tokens, self.response_length);
-        let stops = self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty();
+        let stops = self.can_stop();
         all([
             expect(
                 least <= most,
@@ -508,17 +501,6 @@ impl PpoConfig {
         Ok(())
     }
 
-    fn check_stop(&self) -> Result<()> {
-        match (self.stop_token, self.stop_token_id) {
-            (Some(StopToken::Eos), Some(id)) => exclude(
-                name_of!(self.stop_token),
-                name_of!(self.stop_token_id),
-                format!(" = eos and stop_token_id = {id} exclude each other: set one of them"),
-            ),
-            _ => Ok(()),
-        }
-    }
-
     /// Checks the optimizer, and the dtype of saved weights, with what both models train.
     fn check_optimizer(&self) -> Result<()> {
         let no_critic_in_full = !self.needs_critic() || self.legacy.value_head || self.value_lora().is_some();
@@ -535,20 +517,16 @@ impl PpoConfig {
         let local = &self.value_peft;
         if self.value_lora().is_none() {
             let given = [
-                ("value_lora_target_modules", !local.value_lora_target_modules.is_empty()),
-                ("value_lora_modules_to_save", !local.value_lora_modules_to_save.is_empty()),
-                ("value_lora_r", local.value_lora_r.is_some()),
+                (name_of!(local.value_lora_target_modules), !local.value_lora_target_modules.is_empty()),
+                (name_of!(local.value_lora_modules_to_save), !local.value_lora_modules_to_save.is_empty()),
+                (name_of!(local.value_lora_r), local.value_lora_r.is_some()),
             ];
             if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
-                return usage(format!(
-                    "{name} is given, and the value model gets no adapter: set value_use_peft = true"
-                ));
+                return refuse(name, " is given, and the value model gets no adapter: set value_use_peft = true");
             }
             return self.peft.check();
         }
-        local.value_lora_r.map_or(Ok(()), |r| at_least_one("value_lora_r", r))?;
-        let rank = local.value_lora_r.unwrap_or(1);
-        expect(rank <= MOST_RANK, "value_lora_r", rank, &format!("at most {MOST_RANK}"))?;
+        local.value_lora_r.map_or(Ok(()), |r| at_least_one(name_of!(local.value_lora_r), r))?;
         // The value model's adapter has the shape of the policy's where it has no own setting.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
     }
@@ -714,6 +692,7 @@ mod tests {
     use crate::settings::tests::{ppo, usage_of};
     use crate::settings::{EosInLoss, Optim, ReportTo, SftConfig, TensorboardTags};
     use rlhf_base::dist::ZeroStage;
+    use rlhf_lm::generate::settings::StopToken;
     use rlhf_lm::model::LoraConfig;
 
     #[test]

@@ -5,12 +5,10 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::check::check_sizes;
-use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::{DataConfig, LongPrompts, PromptLengthConfig};
 use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
-use rlhf_base::dist::num_ranks;
 use rlhf_base::schema::{
     BATCHES, Choices, DATA, DIST, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Refusals, SAMPLING, SPEED,
     Settings, above_zero, all, at_least_one, defaults, defaults_with, no_effect, refuse, steps_or_minus_one,
@@ -378,28 +376,5 @@ impl DistillConfig {
     pub(crate) fn sampled_by(&self) -> Sampling {
         let SamplingConfig { top_k, top_p, min_p, .. } = self.sampling;
         Sampling::Random { temperature: self.temperature, top_k, top_p, min_p }
-    }
-
-    /// Checks the settings and returns the sizes of the run over `num_rows` rows.
-    ///
-    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
-    pub fn plan(&self, num_rows: usize) -> Result<TrainPlan> {
-        self.check()?;
-        self.plan_for(num_rows)
-    }
-
-    /// Returns the settings that size an optimizer step.
-    pub(crate) fn batches(&self) -> BatchSettings {
-        BatchSettings {
-            all: self.train_batch_size,
-            per_device: self.per_device_train_batch_size,
-            accumulated: self.gradient_accumulation_steps,
-            ranks: num_ranks(),
-        }
-    }
-
-    /// Returns the sizes of the run, of settings that are checked already.
-    pub(crate) fn plan_for(&self, num_rows: usize) -> Result<TrainPlan> {
-        train_plan(self.batches().rows()?, self.num_train_epochs, self.max_steps, num_rows)
     }
 }

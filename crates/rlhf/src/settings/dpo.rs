@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::check::check_sizes;
-use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::DataConfig;
 use crate::rl::reference::SyncConfig;
 use crate::rl::unsupervised::UnsupervisedConfig;
@@ -483,28 +482,5 @@ impl DpoConfig {
             refusals.add(self.run.offload.check_models(why))?;
         }
         refusals.end()
-    }
-
-    /// Checks the settings and returns the sizes of the run over `num_pairs` pairs.
-    ///
-    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
-    pub fn plan(&self, num_pairs: usize) -> Result<TrainPlan> {
-        self.check()?;
-        self.plan_for(num_pairs)
-    }
-
-    /// Returns the settings that size an optimizer step.
-    pub(crate) fn batches(&self) -> BatchSettings {
-        BatchSettings {
-            all: self.train_batch_size,
-            per_device: self.per_device_train_batch_size,
-            accumulated: self.gradient_accumulation_steps,
-            ranks: num_ranks(),
-        }
-    }
-
-    /// Returns the sizes of the run, of settings that are checked already.
-    pub(crate) fn plan_for(&self, num_pairs: usize) -> Result<TrainPlan> {
-        train_plan(self.batches().rows()?, self.num_train_epochs, self.max_steps, num_pairs)
     }
 }

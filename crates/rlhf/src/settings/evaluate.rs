@@ -14,12 +14,9 @@ use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, 
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
-    ANY, DATA, EVALUATION, MODELS, MOST_ROWS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all, at_least_one,
-    defaults, exclude, expect, no_effect, refuse, usage,
+    ANY, DATA, EVALUATION, MODELS, MOST_REQUESTS, MOST_ROWS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all,
+    at_least_one, at_most, defaults, exclude, expect, no_effect, refuse, usage,
 };
-
-/// Maximum number of concurrent requests to a judge; each has a thread.
-const MOST_REQUESTS: usize = 1024;
 
 /// Settings of `rlhf eval`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -130,7 +127,7 @@ pub struct JudgeConfig {
     #[setting(heading = EVALUATION, default = "16")]
     pub judge_max_tokens: Option<usize>,
     /// Concurrent requests to `judge_url`.
-    #[setting(heading = EVALUATION, default = 4, resume = Free)]
+    #[setting(heading = EVALUATION, default = 4, resume = Free, most = MOST_REQUESTS)]
     pub judge_concurrency: usize,
     /// Timeout in seconds for a verdict.
     #[setting(heading = EVALUATION, default = 120.0, resume = Free)]
@@ -299,7 +296,6 @@ impl JudgeConfig {
         };
         let shown = |value: Option<String>| value.unwrap_or_else(|| NONE.into());
         let (temperature, tokens) = (self.judge_temperature, self.judge_max_tokens);
-        let most = format!("at most {MOST_REQUESTS}");
         let seconds = self.judge_timeout;
         all([
             match (&self.judge_url, &self.judge_model) {
@@ -338,12 +334,7 @@ impl JudgeConfig {
             }),
             tokens.map_or(Ok(()), |found| at_least_one(name_of!(self.judge_max_tokens), found)),
             at_least_one(name_of!(self.judge_concurrency), self.judge_concurrency),
-            expect(
-                self.judge_concurrency <= MOST_REQUESTS,
-                name_of!(self.judge_concurrency),
-                self.judge_concurrency,
-                &most,
-            ),
+            at_most::<Self>(name_of!(self.judge_concurrency), self.judge_concurrency),
             expect(
                 seconds > 0.0 && seconds <= LONGEST_TIMEOUT,
                 name_of!(self.judge_timeout),

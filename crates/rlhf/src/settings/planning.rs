@@ -2,10 +2,8 @@
 
 use rlhf_base::Result;
 use rlhf_base::name_of;
-use rlhf_base::schema::{ByteSize, RUN, Settings, all, at_least_one, expect};
+use rlhf_base::schema::{ByteSize, MOST_RANKS, RUN, Settings, all, at_least_one, at_most, expect};
 
-/// Most ranks or machines: above any cluster, and far below an overflow.
-const MOST: usize = 100_000;
 /// Least memory, in bytes.
 const LEAST_MEMORY: usize = 1_000_000;
 
@@ -19,10 +17,10 @@ pub struct PlanFlags {
     #[setting(heading = RUN, short = "memory to plan for [what is free]")]
     pub memory: Option<ByteSize>,
     /// Number of ranks on each machine.
-    #[setting(aliases = ["nproc", "num_gpus"], heading = RUN, default = 1, short = "ranks on this machine")]
+    #[setting(aliases = ["nproc", "num_gpus"], heading = RUN, default = 1, most = MOST_RANKS, short = "ranks on this machine")]
     pub nproc_per_node: usize,
     /// Number of machines.
-    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1, short = "number of machines")]
+    #[setting(aliases = ["num_nodes", "num_machines"], heading = RUN, default = 1, most = MOST_RANKS, short = "number of machines")]
     pub nnodes: usize,
     /// Measure this machine for about two seconds, so that the plan has times; `false` leaves them out.
     #[setting(heading = RUN, default = true, short = "false: no times")]
@@ -35,12 +33,11 @@ impl PlanFlags {
     /// # Errors
     /// A line for each flag that is out of its range.
     pub fn check(&self) -> Result<()> {
-        let most = |name: &str, found: usize| expect(found <= MOST, name, found, &format!("at most {MOST}"));
         all([
             at_least_one(name_of!(self.nproc_per_node), self.nproc_per_node),
-            most(name_of!(self.nproc_per_node), self.nproc_per_node),
+            at_most::<Self>(name_of!(self.nproc_per_node), self.nproc_per_node),
             at_least_one(name_of!(self.nnodes), self.nnodes),
-            most(name_of!(self.nnodes), self.nnodes),
+            at_most::<Self>(name_of!(self.nnodes), self.nnodes),
             self.check_memory(),
         ])
     }

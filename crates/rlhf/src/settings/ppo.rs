@@ -23,11 +23,11 @@ use rlhf_base::Result;
 use rlhf_base::dist::PpoDistConfig;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
-    ADVANTAGES, ANY, BATCHES, CRITIC, DATA, EVALUATION, Field, LOGGING, LOSS, MODELS, MOST_EPISODES, MOST_ROWS,
+    ADVANTAGES, ANY_ID, BATCHES, CRITIC, DATA, EVALUATION, Field, LOGGING, LOSS, MODELS, MOST_EPISODES, MOST_ROWS,
     MOST_TOKENS, OPTIMIZER, REWARDS, SAMPLING, SPEED, Settings, defaults, defaults_with, steps_or_minus_one,
 };
 use rlhf_lm::generate::settings::{SamplingConfig, StopToken};
-use rlhf_lm::model::{ModelOptions, PeftConfig};
+use rlhf_lm::model::{MOST_RANK, ModelOptions, PeftConfig};
 use rlhf_lm::optim::loss_scale::Fp16Config;
 use rlhf_lm::optim::settings::{LrSchedulerType, OptimizerConfig};
 use rlhf_lm::tokenizer::Tokenizer;
@@ -145,7 +145,7 @@ pub struct PpoConfig {
     #[setting(heading = SAMPLING, replay = Sampling, short = "eos: cut responses after eos")]
     pub stop_token: Option<StopToken>,
     /// Truncate responses after the token with this id.
-    #[setting(heading = SAMPLING, replay = Sampling, most = ANY)]
+    #[setting(heading = SAMPLING, replay = Sampling, most = ANY_ID)]
     pub stop_token_id: Option<i64>,
     /// Temperature of sampling and of all log-probabilities.
     #[setting(heading = SAMPLING, default = 0.7, replay = Sampling, short = "sampling temperature")]
@@ -416,7 +416,7 @@ pub struct ValuePeftConfig {
     #[setting(heading = CRITIC)]
     pub value_use_peft: Option<bool>,
     /// Rank of the value model's adapters [default: `lora_r`].
-    #[setting(heading = CRITIC)]
+    #[setting(heading = CRITIC, most = MOST_RANK)]
     pub value_lora_r: Option<usize>,
     /// Linear layers of the value model that get an adapter [default: `lora_target_modules`].
     #[setting(heading = CRITIC, delimiter = ',', several)]

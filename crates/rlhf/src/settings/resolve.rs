@@ -16,12 +16,25 @@ use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
+use rlhf_base::name_of;
 use rlhf_base::rng::Purpose;
+use rlhf_base::schema::exclude;
 use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use rlhf_lm::generate::{GenerationConfig, Sampling, StopStrings};
 use rlhf_lm::model::{CausalLm, LoraConfig, is_lm_head};
 use rlhf_lm::optim::{LearningRates, OptimizerConfig, learning_rate};
 use rlhf_lm::tokenizer::Tokenizer;
+
+/// The token that ends a response.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Stop {
+    /// None: `response_length` does.
+    Never,
+    /// The tokenizer's.
+    Eos,
+    /// The one of this id.
+    Id(i64),
+}
 
 /// Default `target_kl` of `early_stopping`.
 pub(crate) const TARGET_KL: f64 = 1.0;
@@ -43,17 +56,37 @@ impl PpoConfig {
         }
     }
 
+    /// Returns the token that ends a response, by the one of its two settings that is set.
+    pub(super) fn stop(&self) -> Result<Stop> {
+        match (self.stop_token, self.stop_token_id) {
+            (Some(StopToken::Eos), Some(id)) => exclude(
+                name_of!(self.stop_token),
+                name_of!(self.stop_token_id),
+                format!(" = eos and stop_token_id = {id} exclude each other: set one of them"),
+            ),
+            (Some(StopToken::Eos), None) => Ok(Stop::Eos),
+            (None, Some(id)) => Ok(Stop::Id(id)),
+            (None, None) => Ok(Stop::Never),
+        }
+    }
+
+    /// Whether a token or a text ends a response.
+    pub(super) fn can_stop(&self) -> bool {
+        self.stop_token.is_some() || self.stop_token_id.is_some() || !self.sampling.stop_strings.is_empty()
+    }
+
     /// Returns the tokens that end a response; empty if there are none.
     ///
     /// # Errors
     /// If `stop_token` is eos, and the tokenizer has none.
     pub fn stop_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<i64>> {
-        match (self.stop_token, self.stop_token_id) {
-            (Some(StopToken::Eos), _) => {
+        match self.stop()? {
+            Stop::Eos => {
                 tokenizer.require_eos()?;
                 Ok(tokenizer.eos_ids().to_vec())
             }
-            (None, id) => Ok(Vec::from_iter(id)),
+            Stop::Id(id) => Ok(vec![id]),
+            Stop::Never => Ok(Vec::new()),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use rlhf_base::schema::{ANY, MOST_ROWS, MOST_TOKENS, SAMPLING, Settings, optional_top_k};
+use rlhf_base::schema::{ANY_ID, MOST_ROWS, MOST_TOKENS, SAMPLING, Settings, optional_top_k};
 
 /// Responses of a model to each prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -22,7 +22,7 @@ pub struct ResponsesConfig {
     #[setting(heading = SAMPLING, default = 1, most = MOST_ROWS, short = "responses per prompt")]
     pub num_return_sequences: usize,
     /// Further stop tokens, by id: separated by commas, or by repeating the flag.
-    #[setting(heading = SAMPLING, delimiter = ',', most = ANY)]
+    #[setting(heading = SAMPLING, delimiter = ',', most = ANY_ID)]
     pub stop_token_ids: Vec<i64>,
     /// End a response with the token that completes this text; repeat the flag for several texts.
     #[setting(heading = SAMPLING, short = "end a response at this text")]

@@ -6,12 +6,10 @@ use serde::Serialize;
 
 use super::Preset;
 use super::check::check_sizes;
-use super::plan::{BatchSettings, TrainPlan, train_plan};
 use crate::data::settings::DataConfig;
 use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
-use rlhf_base::dist::num_ranks;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
     BATCHES, Choices, DATA, EVALUATION, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Settings, all,
@@ -179,29 +177,6 @@ impl RewardConfig {
             ),
             self.plan_for(1).map(drop),
         ])
-    }
-
-    /// Checks the settings and returns the sizes of the run over `num_pairs` pairs.
-    ///
-    /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
-    pub fn plan(&self, num_pairs: usize) -> Result<TrainPlan> {
-        self.check()?;
-        self.plan_for(num_pairs)
-    }
-
-    /// Returns the settings that size an optimizer step.
-    pub(crate) fn batches(&self) -> BatchSettings {
-        BatchSettings {
-            all: self.train_batch_size,
-            per_device: self.per_device_train_batch_size,
-            accumulated: self.gradient_accumulation_steps,
-            ranks: num_ranks(),
-        }
-    }
-
-    /// Returns the sizes of the run, of settings that are checked already.
-    pub(crate) fn plan_for(&self, num_pairs: usize) -> Result<TrainPlan> {
-        train_plan(self.batches().rows()?, self.num_train_epochs, self.max_steps, num_pairs)
     }
 }
 

@@ -9,7 +9,7 @@ use super::compute::ComputeConfig;
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
-    MODELS, MOST_ROWS, MOST_TOKENS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect,
+    MODELS, MOST_PORT, MOST_ROWS, MOST_TOKENS, RUN, SAMPLING, SPEED, Settings, all, at_least_one, defaults, expect,
 };
 
 /// Settings of `rlhf serve`.
@@ -26,7 +26,7 @@ pub struct ServeConfig {
     #[setting(heading = RUN, default = "127.0.0.1", value_name = "HOST", short = "address to listen on")]
     pub host: String,
     /// TCP port to listen on; 0 is any free one.
-    #[setting(heading = RUN, default = 8000, short = "TCP port; 0 for a free one")]
+    #[setting(heading = RUN, default = 8000, most = MOST_PORT, short = "TCP port; 0 for a free one")]
     pub port: usize,
     /// Maximum tokens of a chat response whose request does not set it.
     #[setting(heading = SAMPLING, default = 1024, most = MOST_TOKENS, short = "maximum tokens of a response")]
@@ -60,7 +60,6 @@ impl ServeConfig {
         check_sizes(self)?;
         all([
             expect(!self.host.is_empty(), name_of!(self.host), "\"\"", "an address of this machine"),
-            expect(u16::try_from(self.port).is_ok(), name_of!(self.port), self.port, "a number from 0 to 65535"),
             at_least_one(name_of!(self.max_new_tokens), self.max_new_tokens),
             at_least_one(name_of!(self.batch_size), self.batch_size),
             self.compute.check(),

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use rlhf_base::Result;
 use rlhf_base::name_of;
-use rlhf_base::schema::{RUN, Settings, all, defaults, expect, no_effect};
+use rlhf_base::schema::{MOST_PORT, RUN, Settings, all, at_most, defaults, no_effect};
 
 /// The address of this machine that no other machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
@@ -21,7 +21,7 @@ pub struct WatchConfig {
     #[setting(heading = RUN, short = "show the run in the terminal")]
     pub terminal: bool,
     /// TCP port of the page; 0 is a free one.
-    #[setting(heading = RUN, default = 0, short = "TCP port; 0 for a free one")]
+    #[setting(heading = RUN, default = 0, most = MOST_PORT, short = "TCP port; 0 for a free one")]
     pub port: usize,
     /// Address of this machine to serve the page on. Any but 127.0.0.1 may let other machines read the run.
     #[setting(heading = RUN, default = LOOPBACK, value_name = "HOST", short = "address to listen on")]
@@ -42,7 +42,7 @@ impl WatchConfig {
             if is_default || !self.terminal { Ok(()) } else { no_effect(name, found, "with terminal") }
         };
         all([
-            expect(u16::try_from(self.port).is_ok(), name_of!(self.port), self.port, "a TCP port, 0 to 65535"),
+            at_most::<Self>(name_of!(self.port), self.port),
             of_page(name_of!(self.port), &self.port, self.port == 0),
             of_page(name_of!(self.host), &self.host, self.host == LOOPBACK),
         ])

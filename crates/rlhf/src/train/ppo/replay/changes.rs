@@ -6,6 +6,8 @@ use rlhf_base::schema::{Field, ReplayClass, ResumeClass, Settings as _};
 use rlhf_base::{Error, Refusal, Result};
 
 const ELSEWHERE: &str = "it changes nothing of one update";
+/// Of models, data, precision and adapters.
+const CONTINUES: &str = "a replay continues from the run's checkpoint, with the models and the data of the run";
 
 /// Returns why a replay may not change a setting; `None` if it may.
 fn reason(field: &Field) -> Option<&'static str> {
@@ -15,8 +17,7 @@ fn reason(field: &Field) -> Option<&'static str> {
         (_, ResumeClass::Length) => Some("a replayed update has its place in the run's schedules"),
         (ReplayClass::Scores, _) => Some("a replay has the rewards that the run recorded"),
         (ReplayClass::Later, _) | (_, ResumeClass::Free | ResumeClass::Best) => Some(ELSEWHERE),
-        // Models, data, precision, adapters.
-        _ => Some("a replay continues from the run's checkpoint, with the models and the data of the run"),
+        _ => Some(CONTINUES),
     }
 }
 
@@ -27,8 +28,9 @@ fn reason(field: &Field) -> Option<&'static str> {
 pub(super) fn check(changes: &[Change], update: usize) -> Result<()> {
     let fields = PpoConfig::fields();
     let refused = changes.iter().filter_map(|change| {
-        let field = fields.iter().find(|field| field.name == change.name)?;
-        let ([then, now], reason) = (change.shown(), reason(field)?);
+        // A name without a description is none that may change.
+        let field = fields.iter().find(|field| field.name == change.name);
+        let ([then, now], reason) = (change.shown(), field.map_or(Some(CONTINUES), reason)?);
         let rest = format!(" = {now}: expected {then}, as in update {update} of the run: {reason}");
         Some(Refusal::new(&change.name, rest))
     });
@@ -87,5 +89,10 @@ mod tests {
         assert_eq!((error.to_string().as_str(), error.exit_code()), (expected, 2));
         let two = [change("seed", json!(1), json!(2)), change("sft_model_path", json!("a"), json!("b"))];
         assert_eq!(check(&two, 2).unwrap_err().refusals().len(), 2);
+        let unknown = check(&[change("no_setting", json!(1), json!(2))], 2).unwrap_err().to_string();
+        assert!(
+            unknown.starts_with("no_setting = 2: expected 1, as in update 2 of the run: a replay continues"),
+            "{unknown}"
+        );
     }
 }

@@ -2,13 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use super::setting::Setting;
-
-/// TRL's list of datasets.
-pub(super) const DATASETS: &str = "datasets";
-
-/// The map with such a list of open-r1.
-pub(super) const OF_OPEN_R1: &str = "dataset_mixture";
+use super::super::setting::Setting;
+use super::table::{DATASET_MIXTURE, DATASETS};
 
 /// The form of a mixture.
 const EXPECTED: &str = "expected none or a list of datasets such as [{path: DATASET, split: train}]";
@@ -73,7 +68,9 @@ pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Settin
         match name.as_str() {
             "test_split_size" => settings.push(Setting::new("eval_split_size", vec![word(value)])),
             "seed" => {
-                notes.push(format!("{OF_OPEN_R1}: seed = {value} has no effect: rows are drawn by `seed` of the run"));
+                notes.push(format!(
+                    "{DATASET_MIXTURE}: seed = {value} has no effect: rows are drawn by `seed` of the run"
+                ));
             }
             other => return Err(format!("`{other}`: expected datasets, test_split_size or seed")),
         }

@@ -1,213 +1,33 @@
-//! Flags of DeepSpeed-Chat's three steps, for `rlhf sft`, `reward` and `ppo` with `--preset deepspeed-chat`. A flag is another name of
-//! ours, or has no effect here and is ignored, or asks for something that is not here and is refused with the reason.
+//! Flags of DeepSpeed-Chat's three steps of which several decide together, with `--preset deepspeed-chat`.
 //!
-//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are not in the tables.
+//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are settings, and not in the table.
 
-use std::collections::BTreeMap;
-
-use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap::ArgMatches;
 use rlhf::model::Dtype;
-use rlhf::settings::Preset;
+use rlhf::schema::{Choices as _, Refusals, Setting as _};
 
-use rlhf::schema::{Choices as _, Setting as _};
+use super::super::args::on_line;
+use super::super::errors::Messages;
+use super::super::flags;
+use super::super::setting::Setting;
+use super::line::Line;
 
-use super::errors::Messages;
-use super::setting::Setting;
-use super::{flags, hints, trl};
-
-/// Treatment of a flag.
-enum To {
-    /// Another name of our flag.
-    Ours(&'static str),
-    /// Translated together with others: see [`together`].
-    Together,
-    /// Ignored: there is nothing here that it could change.
-    Passed,
-    /// Accepted with one of these values only, for this reason.
-    Only(&'static [&'static str], &'static str),
-}
-use To::{Only, Ours, Passed, Together};
-
-/// A flag, whether it may stand alone, and its treatment.
-type Row = (&'static str, bool, To);
-
-const OFF: &[&str] = &["false"];
-const NO_SPLIT: &str = "each rank generates by itself: no layer is split over ranks";
-const NO_DROPOUT: &[&str] = &["none", "0", "0.0"];
-const DROPOUT: &str = "a model's own dropout is not applied here";
-const NO_TOKEN: &str = "a token that the tokenizer lacks is not added; give a model and a tokenizer that have it";
-
-/// Flags of all three steps.
-const ALL: &[Row] = &[
-    ("data_path", false, Ours("dataset_name")),
-    ("data_output_path", false, Passed),
-    ("add_eot_token", true, Only(OFF, NO_TOKEN)),
-    ("num_warmup_steps", false, Ours("warmup_steps")),
-    ("compute_fp32_loss", true, Passed),
-    ("only_optimize_lora", true, Together),
-    ("local_rank", false, Passed),
-    ("enable_tensorboard", true, Together),
-    ("tensorboard_path", false, Passed),
-];
-
-/// Flags of the first two steps, which train one model.
-const ONE_MODEL: &[Row] = &[
-    ("max_seq_len", false, Ours("max_length")),
-    ("dropout", false, Only(NO_DROPOUT, DROPOUT)),
-    ("lora_dim", false, Together),
-    ("lora_module_name", false, Together),
-    ("lora_learning_rate", false, Together),
-];
-
-/// Flags of the first step.
-const SFT: &[Row] = &[
-    (
-        "sft_only_data_path",
-        false,
-        Only(&["none", ""], "no dataset is kept from data_split: without data_split, add it to data_path"),
-    ),
-    // The token of add_eot_token.
-    ("eot_token", false, Passed),
-    ("print_loss", true, Passed),
-];
-
-/// Flags of the second step.
-const REWARD: &[Row] = &[("eval_interval", false, Together), ("eval_iters", false, Passed)];
-
-/// Flags of the third step.
-const PPO: &[Row] = &[
-    ("preprocessing_num_workers", false, Passed),
-    ("actor_model_name_or_path", false, Ours("sft_model_path")),
-    ("critic_model_name_or_path", false, Ours("reward_model_path")),
-    ("num_padding_at_beginning", false, Passed),
-    ("actor_dropout", false, Only(NO_DROPOUT, DROPOUT)),
-    ("critic_dropout", false, Only(NO_DROPOUT, DROPOUT)),
-    ("per_device_training_batch_size", false, Ours("per_device_train_batch_size")),
-    ("ppo_epochs", false, Ours("num_ppo_epochs")),
-    ("max_prompt_seq_len", false, Ours("max_prompt_length")),
-    ("max_answer_seq_len", false, Ours("response_length")),
-    ("actor_learning_rate", false, Together),
-    ("critic_learning_rate", false, Together),
-    ("actor_weight_decay", false, Ours("weight_decay")),
-    ("critic_weight_decay", false, Ours("value_weight_decay")),
-    ("actor_lora_dim", false, Together),
-    ("critic_lora_dim", false, Together),
-    ("actor_lora_module_name", false, Together),
-    ("critic_lora_module_name", false, Together),
-    ("actor_lora_learning_rate", false, Together),
-    ("critic_lora_learning_rate", false, Together),
-    ("enable_mixed_precision_lora", true, Only(OFF, "--dtype sets the dtype of the frozen weights")),
-    // They change memory and speed of DeepSpeed's second engine for generation, which is not needed here.
-    ("enable_hybrid_engine", true, Passed),
-    ("unpin_actor_parameters", true, Passed),
-    ("release_inference_cache", true, Passed),
-    ("inference_tp_size", false, Only(&["1"], NO_SPLIT)),
-    ("tp_gather_partition_size", false, Passed),
-    ("actor_gradient_checkpointing", true, Ours("gradient_checkpointing")),
-    ("critic_gradient_checkpointing", true, Ours("gradient_checkpointing")),
-];
-
-/// Returns the flags of `command`; none for a command that is no step of DeepSpeed-Chat.
-fn rows(command: &str) -> impl Iterator<Item = &'static Row> {
-    let tables: &[&'static [Row]] = match command {
-        "sft" => &[ALL, ONE_MODEL, SFT],
-        "reward" => &[ALL, ONE_MODEL, REWARD],
-        "ppo" => &[ALL, PPO],
-        _ => &[],
-    };
-    tables.iter().flat_map(|table| table.iter())
-}
-
-/// Returns whether the flag `name` is in the table of `command`.
-pub(super) fn has(command: &str, name: &str) -> bool {
-    row(command, name).is_some()
-}
-
-/// Adds the flags to a command, hidden from its help. Flags that the command has already are its own.
-pub(super) fn with_flags(command: Command) -> Command {
-    let arg = |command: Command, (name, alone, to): &'static Row| {
-        let is_named =
-            |arg: &Arg| arg.get_id() == name || arg.get_all_aliases().is_some_and(|other| other.contains(name));
-        if command.get_arguments().any(is_named) {
-            return command;
-        }
-        let help = match to {
-            Ours(ours) => format!("{ours}, with --preset deepspeed-chat"),
-            Together | Passed | Only(..) => "with --preset deepspeed-chat".to_string(),
-        };
-        let arg = Arg::new(name).long(name).hide(true).help(help).help_heading("DeepSpeed-Chat");
-        command.arg(match (alone, *name) {
-            (true, _) => arg
-                .num_args(0..=1)
-                .require_equals(true)
-                .default_missing_value("true")
-                .value_parser(["true", "false", "True", "False"]),
-            (false, "data_path") => arg.num_args(1..).action(ArgAction::Append),
-            (false, "sft_only_data_path") => arg.num_args(0..).action(ArgAction::Append),
-            (false, _) => arg.num_args(1).allow_negative_numbers(true),
-        })
-    };
-    let name = command.get_name().to_string();
-    rows(&name).fold(command, arg)
-}
-
-/// The values of the flags that are set, by name.
-type Given = BTreeMap<&'static str, Vec<String>>;
-
-/// Removes the flags of the table of `command` from the file's `settings`, and finds those on the command line. The settings that they
-/// stand for are appended to `settings`; a flag of ours on the command line still wins.
-///
-/// Refused: a flag with another preset, a value that is not supported, and a flag together with ours for the same setting. Returns a
-/// setting that wins over the command line.
-pub(super) fn translate(
-    command: &str,
-    preset: Option<Preset>,
-    flags: &ArgMatches,
-    settings: &mut Vec<Setting>,
-    messages: &mut Messages,
-) -> Option<Setting> {
-    let refusals = &mut messages.refusals;
-    let is_chat = preset == Some(Preset::DeepspeedChat);
-    let given = given(command, is_chat, flags, settings);
-    if !is_chat {
-        for (name, _, to) in given.keys().filter_map(|name| row(command, name)) {
-            let line = match to {
-                Ours(ours) => format!("{name} is a flag of --preset deepspeed-chat; with other presets use {ours}"),
-                Together | Passed | Only(..) => {
-                    let hint = hints::hint(name, &[]).map_or(String::new(), |hint| format!("; {hint}"));
-                    format!("{name} is a flag of --preset deepspeed-chat only{hint}")
-                }
-            };
-            refusals.refuse(line, [*name]);
-        }
-        return None;
-    }
-    for (name, values) in &given {
-        let value = values.first().map_or("none", String::as_str).to_ascii_lowercase();
-        match row(command, name) {
-            Some((_, _, Ours(ours))) if on_line(flags, ours) => {
-                refusals.refuse(format!("{name} and {ours} are the same setting: give one of them"), [*name, ours]);
-            }
-            Some((_, _, Ours(ours))) => settings.push(Setting::new(ours, values.clone())),
-            Some((_, _, Only(fine, reason))) if !fine.contains(&value.as_str()) => {
-                refusals.refuse(format!("{name} = {value}: {reason}; expected {}", fine.join(" or ")), [*name]);
-            }
-            _ => {}
-        }
-    }
+/// Appends the settings that the flags of `line` stand for to `settings`; a flag of ours on the command line still wins. Returns a setting
+/// that wins over it.
+pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) -> Option<Setting> {
+    let flags = line.flags;
     let is_set = |name: &str| {
-        given.contains_key(name) || on_line(flags, name) || settings.iter().any(|setting| setting.key == name)
+        line.find(name).is_some() || line.on_line(name) || settings.iter().any(|setting| setting.key == name)
     };
-    let (of_adapters, forced) = adapters(command, &given, is_set, messages);
+    let (of_adapters, forced) = adapters(line, is_set, messages);
     let has_adapters = of_adapters.iter().any(|(key, _)| *key == "lora_alpha");
-    let together = of_adapters.into_iter().chain(switches(&given));
+    let together = of_adapters.into_iter().chain(switches(line, &mut messages.refusals));
     settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
     // At the front, so that any other value of the setting wins.
     let default = |settings: &mut Vec<Setting>, key: &str, value: &str| {
         settings.insert(0, Setting::new(key, vec![value.into()]));
     };
-    if given.contains_key("actor_weight_decay") {
+    if line.find("actor_weight_decay").is_some() {
         // The critic's weight decay is 0 in DeepSpeed-Chat unless it is set.
         default(settings, "value_weight_decay", "0");
     }
@@ -226,31 +46,6 @@ pub(super) fn translate(
         default(settings, "loss_scale_window", "100");
     }
     forced
-}
-
-/// Returns the row of a flag of `command`.
-fn row(command: &str, name: &str) -> Option<&'static Row> {
-    rows(command).find(|(flag, ..)| *flag == name)
-}
-
-/// Returns the flags of the table that are set, and removes them from `settings`.
-fn given(command: &str, is_chat: bool, flags: &ArgMatches, settings: &mut Vec<Setting>) -> Given {
-    // With another preset, flags that transformers has too are transformers'.
-    let is_theirs = |name: &str| is_chat || !trl::has(command, name);
-    let own = |name: &str| row(command, name).filter(|_| !is_ours(flags, name) && is_theirs(name));
-    let mut given = Given::new();
-    let (theirs, ours): (Vec<Setting>, Vec<Setting>) =
-        std::mem::take(settings).into_iter().partition(|setting| own(&setting.key).is_some());
-    *settings = ours;
-    for setting in theirs {
-        if let Some((name, ..)) = own(&setting.key) {
-            given.insert(name, setting.values);
-        }
-    }
-    for (name, ..) in rows(command).filter(|(name, ..)| own(name).is_some() && on_line(flags, name)) {
-        given.insert(name, flags.get_many::<String>(name).into_iter().flatten().cloned().collect());
-    }
-    given
 }
 
 /// Returns the last value of a setting.
@@ -274,15 +69,6 @@ fn is_fp16(flags: &ArgMatches, settings: &[Setting]) -> bool {
     }
 }
 
-/// Returns whether the command has a flag `name` of its own: the flags of [`with_flags`] hold text.
-fn is_ours(flags: &ArgMatches, name: &str) -> bool {
-    flags.try_get_raw(name).is_ok() && flags.try_get_many::<String>(name).is_err()
-}
-
-fn on_line(flags: &ArgMatches, name: &str) -> bool {
-    flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
-}
-
 /// Prefix of a model's flags, and our settings of its adapters and of its learning rate.
 type OfModel = (&'static str, [&'static str; 4]);
 
@@ -292,78 +78,84 @@ const CRITIC: [&str; 4] = ["value_use_peft", "value_lora_r", "value_lora_target_
 /// Translates adapters and learning rates. A model with adapters trains with the adapters' learning rate, and another one that `is_set`
 /// for it has no effect, which is noted. Returns that of adapters where it wins over the command line.
 fn adapters(
-    command: &str,
-    given: &Given,
+    line: &Line<'_>,
     is_set: impl Fn(&str) -> bool,
     messages: &mut Messages,
 ) -> (Vec<(&'static str, String)>, Option<Setting>) {
-    let models: &[OfModel] = match command {
-        "ppo" => &[("actor_", POLICY), ("critic_", CRITIC)],
-        _ => &[("", POLICY)],
-    };
-    let value =
-        |prefix: &str, what: &str| given.get(format!("{prefix}{what}").as_str()).and_then(|values| values.first());
-    let adapters_alone = given.get("only_optimize_lora").is_some_and(|values| is_on(values));
+    let Messages { refusals, notes } = messages;
+    let is_ppo = line.command.get_name() == "ppo";
+    let models: &[OfModel] = if is_ppo { &[("actor_", POLICY), ("critic_", CRITIC)] } else { &[("", POLICY)] };
+    let value = |prefix: &str, what: &str| line.find(&format!("{prefix}{what}")).and_then(|given| given.values.first());
+    let adapters_alone = is_on(line, "only_optimize_lora");
     let (mut settings, mut forced) = (Vec::new(), None);
     for (prefix, [peft, r, targets, rate]) in models {
         let name = format!("{prefix}lora_dim");
         let rank = value(prefix, "lora_dim").map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
         let rank = rank.unwrap_or_else(|word| {
-            messages.refusals.refuse(format!("{name} = {word}: expected a whole number, 0 or more"), [&name]);
+            refusals.say(&name, format!("{name} = {word}: expected a whole number, 0 or more"));
             0
         });
         if rank > 0 && !adapters_alone {
-            let line = format!(
+            let message = format!(
                 "{name} = {rank} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
                  is not supported: set only_optimize_lora, or {name} = 0"
             );
-            messages.refusals.refuse(line, [&name]);
+            refusals.say(&name, message);
         }
         let own = |what: &str, default: &str| value(prefix, what).map_or(default, String::as_str).to_string();
-        match rank {
-            0 => settings.extend(value(prefix, "learning_rate").map(|own| (*rate, own.clone()))),
-            rank => {
-                let (other, lora_rate) = (format!("{prefix}learning_rate"), own("lora_learning_rate", "5e-4"));
-                if is_set(&other) {
-                    let name = format!("{prefix}lora_learning_rate");
-                    let note = format!("{other} has no effect beside adapters: {name} is their rate, {lora_rate}");
-                    messages.notes.push(note);
-                    // The flag has the name of our setting.
-                    if other == *rate {
-                        forced = Some(Setting::new(rate, vec![lora_rate.clone()]));
-                    }
-                }
-                settings.extend([
-                    (*peft, "true".to_string()),
-                    (*r, rank.to_string()),
-                    (*targets, own("lora_module_name", "decoder.layers.")),
-                    (*rate, lora_rate),
-                ]);
+        let other = format!("{prefix}learning_rate");
+        if rank == 0 {
+            if let Some(own) = value(prefix, "learning_rate") {
+                refusals.call_as(rate, &other, false);
+                settings.push((*rate, own.clone()));
+            }
+            continue;
+        }
+        let lora_rate = own("lora_learning_rate", "5e-4");
+        if is_set(&other) {
+            notes.push(format!(
+                "{other} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {lora_rate}"
+            ));
+            // The flag has the name of our setting.
+            if other == *rate {
+                forced = Some(Setting::new(rate, vec![lora_rate.clone()]));
             }
         }
+        for (ours, what) in [(r, "lora_dim"), (targets, "lora_module_name"), (rate, "lora_learning_rate")] {
+            refusals.call_as(ours, &format!("{prefix}{what}"), false);
+        }
+        settings.extend([
+            (*peft, "true".to_string()),
+            (*r, rank.to_string()),
+            (*targets, own("lora_module_name", "decoder.layers.")),
+            (*rate, lora_rate),
+        ]);
     }
     let is_set = |settings: &[(&str, String)], key: &str| settings.iter().any(|(other, _)| *other == key);
     if [POLICY, CRITIC].iter().any(|[peft, ..]| is_set(&settings, peft)) {
         // DeepSpeed-Chat scales an adapter's product by 1 / rank.
         settings.push(("lora_alpha", "1".into()));
-        if command == "ppo" && !is_set(&settings, CRITIC[0]) {
+        if is_ppo && !is_set(&settings, CRITIC[0]) {
             settings.push((CRITIC[0], "false".into()));
         }
     }
     (settings, forced)
 }
 
-fn is_on(values: &[String]) -> bool {
-    values.first().is_some_and(|word| word.eq_ignore_ascii_case("true"))
+fn is_on(line: &Line<'_>, name: &str) -> bool {
+    let word = line.find(name).and_then(|given| given.values.first());
+    word.is_some_and(|word| word.eq_ignore_ascii_case("true"))
 }
 
 /// Translates `enable_tensorboard` and `eval_interval`.
-fn switches(given: &Given) -> Vec<(&'static str, String)> {
+fn switches(line: &Line<'_>, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
     let mut settings = Vec::new();
-    if given.get("enable_tensorboard").is_some_and(|values| is_on(values)) {
+    if is_on(line, "enable_tensorboard") {
         settings.push(("report_to", "tensorboard".into()));
     }
-    if let Some(interval) = given.get("eval_interval").and_then(|values| values.first()).filter(|word| *word != "0") {
+    let interval = line.find("eval_interval").and_then(|given| given.values.first());
+    if let Some(interval) = interval.filter(|word| *word != "0") {
+        refusals.call_as("eval_steps", "eval_interval", false);
         settings.push(("eval_steps", interval.clone()));
     }
     settings
@@ -371,9 +163,8 @@ fn switches(given: &Given) -> Vec<(&'static str, String)> {
 
 #[cfg(test)]
 mod tests {
-    use rlhf::settings::{PpoConfig, ReportTo};
+    use rlhf::settings::{PpoConfig, Preset, ReportTo};
 
-    use super::*;
     use crate::cli::Task;
     use crate::cli::testing::{parse_words, parsed, ppo_error, with_file};
 
@@ -532,6 +323,38 @@ mod tests {
             let offload = read(words).run.offload;
             assert_eq!([offload.offloads_optimizer(), offload.offloads_models()], expected, "{words}");
         }
+    }
+
+    #[test]
+    fn errors_about_names_of_deepspeed_chat_in_a_file_have_its_line_and_its_names() {
+        let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: d\n\
+                    actor_dropout: 0.1\nmax_answer_seq_len: 0\nonly_optimize_lora: true\nactor_lora_dim: 4\n\
+                    critic_learning_rate: -1\n";
+        let error = with_file(text, &["ppo", "--output_dir", "o"]).unwrap_err();
+        let starts = [
+            "run.yaml:5: actor_dropout = 0.1: a model's own dropout is not applied here; expected none or 0 or 0.0",
+            "run.yaml:6: max_answer_seq_len = 0: expected at least 1",
+            "run.yaml:9: critic_learning_rate = -1: expected a number",
+        ];
+        for start in starts {
+            assert!(error.lines().any(|line| line.starts_with(start)), "{start}\n{error}");
+        }
+        let many = text.replace("max_answer_seq_len: 0", "seed: 1").replace("lora_dim: 4", "lora_dim: 99999");
+        let error = with_file(&many, &["ppo", "--output_dir", "o"]).unwrap_err();
+        let start = "run.yaml:8: actor_lora_dim = 99999: expected at most 65536";
+        assert!(error.lines().any(|line| line.starts_with(start)), "{error}");
+        let section: String = text.lines().map(|line| format!(" {line}\n")).collect();
+        let text = format!("model_name_or_path: m\ndataset_name: d\noutput_dir: o\nppo:\n{section}");
+        let error = with_file(&text, &["pipeline"]).unwrap_err();
+        for start in ["run.yaml:9: ppo: actor_dropout = 0.1: ", "run.yaml:10: ppo: max_answer_seq_len = 0: "] {
+            assert!(error.lines().any(|line| line.starts_with(start)), "{start}\n{error}");
+        }
+        let text = "actor_learning_rate: 1\n";
+        let error = with_file(text, &crate::cli::testing::PPO).unwrap_err();
+        assert!(
+            error.starts_with("run.yaml:1: actor_learning_rate is a flag of --preset deepspeed-chat only"),
+            "{error}"
+        );
     }
 
     #[test]

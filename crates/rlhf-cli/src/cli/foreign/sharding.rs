@@ -10,9 +10,10 @@ use clap::{ArgMatches, Command};
 use rlhf::dist::num_ranks;
 use rlhf::{Error, Result};
 
-use super::errors::{Messages, refusal};
-use super::foreign::{self, Content, DEEPSPEED_FILE, Found};
-use super::setting::Setting;
+use super::super::errors::{Messages, refusal};
+use super::super::setting::Setting;
+use super::files::{self, Content, Found};
+use super::table::DEEPSPEED_FILE;
 
 /// The settings of a command, so far.
 pub(super) struct Layers<'a> {
@@ -22,13 +23,18 @@ pub(super) struct Layers<'a> {
     pub(super) messages: &'a mut Messages,
 }
 
-/// One of these flags, with its value in lower case, and its line of the configuration file where it is from there.
+/// One of these flags, with its value as it is set.
 pub(super) struct Word<'a> {
     pub(super) flag: &'a str,
-    /// The value as it is set.
     pub(super) value: &'a str,
-    /// Place in the configuration file, to start an error with; empty for a flag.
-    pub(super) place: String,
+}
+
+/// The place of a setting of another system.
+enum Place<'a> {
+    /// A word of this flag.
+    Flag(&'a str),
+    /// A key of this file.
+    File(&'a Path),
 }
 
 impl Layers<'_> {
@@ -50,14 +56,14 @@ impl Layers<'_> {
                 }
                 _ => {
                     let line = format!(
-                        "{}fsdp = {}: expected full_shard, shard_grad_op or no_shard, with auto_wrap or offload",
-                        word.place, word.value
+                        "fsdp = {}: expected full_shard, shard_grad_op or no_shard, with auto_wrap or offload",
+                        word.value
                     );
-                    return self.messages.refusals.refuse(line, ["fsdp"]);
+                    return self.messages.refusals.say(word.flag, line);
                 }
             };
             let found = Found { key: format!("fsdp = {name}"), setting, value: value.into(), of_fp16: false };
-            self.set(&word.place, &found);
+            self.set(&Place::Flag(word.flag), &found);
         }
     }
 
@@ -71,8 +77,8 @@ impl Layers<'_> {
             }
             let path = Path::new(word.value);
             if word.flag == "accelerate_config" {
-                let of_trl = foreign::of_trl(word.value).filter(|_| !path.exists());
-                match of_trl.map_or_else(|| foreign::accelerate(path), Ok) {
+                let of_trl = files::of_trl(word.value).filter(|_| !path.exists());
+                match of_trl.map_or_else(|| files::accelerate(path), Ok) {
                     Ok(content) => {
                         self.note_ranks(word, content.ranks);
                         let (files, found) =
@@ -88,23 +94,22 @@ impl Layers<'_> {
             match &deepspeed {
                 Some(other) if other != path => {
                     let line = format!(
-                        "{}{} = {} and deepspeed = {} exclude each other: give one of them",
-                        word.place,
+                        "{} = {} and deepspeed = {} exclude each other: give one of them",
                         word.flag,
                         word.value,
                         other.display()
                     );
-                    self.messages.refusals.refuse(line, [word.flag]);
+                    self.messages.refusals.say(word.flag, line);
                 }
                 _ => deepspeed = Some(path.to_path_buf()),
             }
         }
         if let Some(path) = deepspeed {
-            match foreign::deepspeed(&path) {
+            match files::deepspeed(&path) {
                 Ok(content) => self.apply(&path, content),
                 Err(error) => {
                     let value = path.display().to_string();
-                    let word = Word { flag: "deepspeed", value: &value, place: String::new() };
+                    let word = Word { flag: DEEPSPEED_FILE, value: &value };
                     self.refuse_file(&word, &error, "the path of a DeepSpeed configuration");
                 }
             }
@@ -127,8 +132,8 @@ impl Layers<'_> {
 
     fn refuse_file(&mut self, word: &Word<'_>, error: &Error, expected: &str) {
         let error = error.without_path();
-        let line = format!("{}{} = {}: {error}; expected none or {expected}", word.place, word.flag, word.value);
-        self.messages.refusals.refuse(line, [word.flag]);
+        let line = format!("{} = {}: {error}; expected none or {expected}", word.flag, word.value);
+        self.messages.refusals.say(word.flag, line);
     }
 
     /// Applies the content of the file `path`.
@@ -142,9 +147,9 @@ impl Layers<'_> {
         }
         // The fields of the loss scale come after `fp16` in the table's order, not in the file's.
         let (of_fp16, others): (Vec<Found>, Vec<Found>) = content.found.into_iter().partition(|found| found.of_fp16);
-        others.iter().for_each(|found| self.set(&place, found));
+        others.iter().for_each(|found| self.set(&Place::File(path), found));
         if self.value("fp16").is_some_and(|value| is_same(&value, "true")) {
-            of_fp16.iter().for_each(|found| self.set(&place, found));
+            of_fp16.iter().for_each(|found| self.set(&Place::File(path), found));
         }
         if !content.unknown.is_empty() {
             let names: Vec<String> = content.unknown.iter().map(|name| format!("`{name}`")).collect();
@@ -192,22 +197,30 @@ impl Layers<'_> {
     }
 
     /// Adds a setting, or refuses it: a value that its flag does not accept, or another one than is set.
-    fn set(&mut self, place: &str, found: &Found) {
+    fn set(&mut self, place: &Place<'_>, found: &Found) {
         let Found { key, setting, value, .. } = found;
         let Some(arg) = self.command.get_arguments().find(|arg| arg.get_id() == setting) else { return };
-        if let Some(expected) = refusal(arg, value) {
-            self.messages.refusals.refuse(format!("{place}`{key}`: {expected}, found `{value}`"), [*setting]);
-            return;
-        }
-        match self.value(setting) {
-            Some(other) if is_same(&other, value) => {}
-            Some(other) => {
-                let line = format!(
-                    "{place}`{key}`: {setting} = {value} there contradicts {setting} = {other}: set one of them"
-                );
-                self.messages.refusals.refuse(line, [*setting]);
+        let message = match (refusal(arg, value), self.value(setting)) {
+            (Some(expected), _) => format!("`{key}`: {expected}, found `{value}`"),
+            (None, Some(other)) if is_same(&other, value) => return,
+            (None, Some(other)) => {
+                format!("`{key}`: {setting} = {value} there contradicts {setting} = {other}: set one of them")
             }
-            None => self.settings.push(Setting::new(setting, vec![value.clone()])),
+            (None, None) => {
+                if let Place::Flag(flag) = place {
+                    self.messages.refusals.call_as(setting, flag, true);
+                }
+                return self.settings.push(Setting::new(setting, vec![value.clone()]));
+            }
+        };
+        match place {
+            Place::Flag(flag) => {
+                self.messages.refusals.say(flag, message);
+                self.messages.refusals.about_too(setting);
+            }
+            Place::File(path) => {
+                self.messages.refusals.refuse(format!("{}: {message}", path.display()), [*setting]);
+            }
         }
     }
 }

@@ -1,0 +1,65 @@
+//! The flags of other systems that a command line and its file set.
+
+use clap::{ArgMatches, Command};
+
+use super::super::args::on_line;
+use super::super::setting::Setting;
+use super::table::{System, To};
+
+/// A flag of another system that is set.
+pub(super) struct Given {
+    pub(super) system: System,
+    pub(super) name: &'static str,
+    pub(super) to: To,
+    pub(super) values: Vec<String>,
+}
+
+impl Given {
+    /// The value as it is set; `none` if it is empty.
+    pub(super) fn shown(&self) -> String {
+        match &self.values[..] {
+            [] => "none".to_string(),
+            [one] if one.is_empty() || ["{}", "[]", "null"].contains(&one.as_str()) => "none".to_string(),
+            several => several.join(" "),
+        }
+    }
+
+    /// The beginning of the value as it is set, for an error.
+    pub(super) fn start(&self) -> String {
+        self.shown().chars().take(60).collect()
+    }
+
+    /// The value as one word in lower case.
+    pub(super) fn word(&self) -> String {
+        self.shown().to_ascii_lowercase()
+    }
+
+    /// The value as one text.
+    pub(super) fn text(&self) -> String {
+        self.values.join(" ")
+    }
+}
+
+/// The command line of a command, and the flags of other systems that it or the file sets.
+pub(super) struct Line<'a> {
+    pub(super) command: &'a Command,
+    pub(super) flags: &'a ArgMatches,
+    pub(super) given: Vec<Given>,
+}
+
+impl Line<'_> {
+    /// Returns the flag `name` of another system, if it is set.
+    pub(super) fn find(&self, name: &str) -> Option<&Given> {
+        self.given.iter().find(|given| given.name == name)
+    }
+
+    /// Returns whether our flag `name` is on the command line.
+    pub(super) fn on_line(&self, name: &str) -> bool {
+        on_line(self.flags, name)
+    }
+
+    /// Returns whether our flag `name` is set.
+    pub(super) fn is_set(&self, name: &str, settings: &[Setting]) -> bool {
+        self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
+    }
+}
