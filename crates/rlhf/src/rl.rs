@@ -17,6 +17,7 @@ mod metrics;
 pub mod reference;
 pub mod rollout;
 pub mod sampling;
+pub mod schedule;
 pub(crate) mod settings;
 pub mod shaping;
 pub mod stats;

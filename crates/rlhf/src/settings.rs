@@ -21,6 +21,7 @@ mod pipeline;
 mod plan;
 mod planning;
 mod ppo;
+mod ppo_run;
 mod presets;
 mod push;
 mod replay;
@@ -55,6 +56,7 @@ pub use planning::PlanFlags;
 pub use ppo::{
     GenerationBatchesConfig, LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig, ValuePeftConfig,
 };
+pub use ppo_run::PpoRun;
 pub use presets::{Preset, refused};
 pub use push::PushConfig;
 pub use replay::ReplayConfig;

@@ -50,7 +50,7 @@ impl PpoTrainer {
         let began = Instant::now();
         let asked = self.data.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let sampling = self.config.sampling();
+        let sampling = self.run.generation.sampling;
         // The same draws each time: where two evaluations differ, the policy does.
         let answers = self.generate(&asked, sampling, Purpose::Evaluation, 0)?;
         let asked = answers.asked(&asked);
@@ -87,8 +87,8 @@ impl PpoTrainer {
     /// # Errors
     /// As [`PpoTrainer::train`].
     pub fn check(&mut self) -> Result<Checks> {
-        let sampling = Sampling::at_temperature(self.config.logprob_temperature());
-        let response_length = self.config.response_length.min(checks::TOKENS);
+        let sampling = Sampling::at_temperature(self.run.rollout.settings.temperature);
+        let response_length = self.run.generation.max_new_tokens.min(checks::TOKENS);
         let generation = GenerationConfig {
             max_new_tokens: response_length,
             min_new_tokens: 0,
@@ -98,11 +98,11 @@ impl PpoTrainer {
         };
         let rows = self.data.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.data.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
-        let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
+        let gathered = self.learner.gathered_policy(self.run.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         drop(gathered);
-        self.learner.set_update(self.config.update_settings());
-        let mut settings = self.config.checks(&self.learner.policy);
+        self.learner.set_update(self.run.learner.update.clone());
+        let mut settings = self.run.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;
         Checks::of(&mut self.learner, self.reference.as_ref(), &prompts, &responses, &settings)
     }
@@ -115,13 +115,13 @@ impl PpoTrainer {
             Some(recorded) => recorded.scored.clone(),
             None => self.score_rows(&batch.rows, &batch.responses, &batch.episodes)?,
         };
-        if self.config.groups.filters() && batch.recorded.is_none() {
+        if self.run.config.groups.filters() && batch.recorded.is_none() {
             scored = self.replace_groups(batch, scored)?;
         }
         let summed = scored.responses.clone();
         let raw = self.raw_scores(&scored, &batch.responses);
         let (penalized, ends) = self.trained_scores(&mut scored, &batch.responses, true);
-        let log = &self.config.rollout_log;
+        let log = &self.run.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
             let shown: Vec<&Prompt> = batch.asked(&self.data.prompts).into_iter().take(SAMPLE_ROWS).collect();
             let answers = (&batch.responses[..], &batch.episodes[..]);
@@ -242,10 +242,10 @@ impl PpoTrainer {
         let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
         let spared: Vec<bool> = stopped.zip(unscored).map(|(stopped, unscored)| stopped || *unscored).collect();
         let mut scores = scored.to_scores(self.learner.policy.device());
-        match self.config.missing_eos_penalty {
+        match self.run.config.missing_eos_penalty {
             Some(penalty) => scores.responses = penalize_missing_stop(&scores.responses, &spared, penalty),
-            None if self.config.non_eos_penalty => {
-                let value = self.config.penalty_reward_value;
+            None if self.run.config.non_eos_penalty => {
+                let value = self.run.config.penalty_reward_value;
                 scores.responses = replace_missing_stop(&scores.responses, &spared, value);
                 // The penalty replaces all scores of a response, those of its tokens included.
                 let of_tokens = scores.tokens.iter_mut().flatten().zip(&spared);
@@ -253,7 +253,8 @@ impl PpoTrainer {
             }
             None => {}
         }
-        if let Some(mut penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
+        let config = &self.run.config;
+        if let Some(mut penalties) = config.groups.overlong_penalties(responses, config.response_length) {
             penalties
                 .iter_mut()
                 .zip(unscored)

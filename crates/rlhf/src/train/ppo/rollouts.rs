@@ -25,7 +25,7 @@ impl PpoTrainer {
         targets: &Targets,
     ) -> Result<Rollout> {
         let scored = &reported.scored;
-        if !self.config.rollout_log.log_rollouts || !self.learner.world.is_main() {
+        if !self.run.config.rollout_log.log_rollouts || !self.learner.world.is_main() {
             return Ok(Rollout::default());
         }
         let lengths = e.lengths();
@@ -73,7 +73,7 @@ impl PpoTrainer {
 
     /// Returns the settings and the state that an update needs beside its responses and the checkpoint before it.
     fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
-        let (run, device) = (&self.config.run, self.learner.policy.device());
+        let (run, device) = (&self.run.config.run, self.learner.policy.device());
         let mut parts =
             fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
         parts.insert("own".into(), json!(self.own()));
@@ -90,7 +90,7 @@ impl PpoTrainer {
         let rewards =
             rewards.map(|(reward, weight)| json!({"name": reward.name, "weight": weight, "extra": reward.extra}));
         parts.insert("rewards".into(), rewards.collect());
-        State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.config, parts)
+        State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.run.config, parts)
     }
 }
 

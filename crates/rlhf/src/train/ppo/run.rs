@@ -53,9 +53,9 @@ impl PpoTrainer {
     /// # Errors
     /// As [`PpoTrainer::train`]; that `watcher` ended the run is no error.
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
-        let config = self.config.clone();
+        let config = self.run.config.clone();
         let opening = match self.record.opening.take() {
-            None if !self.course.progress.has_begun() => Some(open(&config)?),
+            None if !self.course.progress.has_begun() => Some(open(&self.run)?),
             opening => opening,
         };
         let spec = RunSpec {
@@ -86,7 +86,7 @@ impl PpoTrainer {
     /// Runs the updates that are left, with the checks, evaluations and samples that are due.
     fn run_updates(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.report_title(session.console());
-        if !self.config.alarms.no_checks {
+        if !self.run.config.alarms.no_checks {
             session.console().phase("checking");
             self.run_checks(session.console())?;
         }
@@ -134,8 +134,8 @@ impl PpoTrainer {
             let source = SampleSource::Rollout;
             emitted = session.emit(&Event::Samples { step, episode, source, samples: &shown }).and(emitted);
         }
-        if self.config.rollout_log.log_rollouts {
-            let limit = self.config.rollout_log.rollouts_limit;
+        if self.run.config.rollout_log.log_rollouts {
+            let limit = self.run.config.rollout_log.rollouts_limit;
             emitted = session.emit(&Event::Rollout { step, limit, rollout: &rollout }).and(emitted);
         }
         session.console().advance(watched(&metrics));
@@ -172,7 +172,7 @@ impl PpoTrainer {
 
     /// Reports what the run trains, on what, and how, with warnings and notes about its parts.
     fn report_title(&self, console: &ConsoleOutput) {
-        let (config, plan) = (&self.config, &self.plan);
+        let (config, plan) = (&self.run.config, &self.plan);
         let small =
             small_dataset(&config.data, self.data.prompts.len(), plan.prompts).filter(|_| self.data.order.is_none());
         self.record.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
@@ -203,7 +203,7 @@ impl PpoTrainer {
 
     /// Returns the facts of the title.
     fn facts(&self) -> Vec<(&'static str, String)> {
-        let (config, plan) = (&self.config, &self.plan);
+        let (config, plan) = (&self.run.config, &self.plan);
         let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
         facts.push(("updates", updates_fact(plan.num_total_batches, self.course.progress.done)));
         let (rows, most) = (plan.batch_size, config.response_length);
@@ -236,7 +236,7 @@ impl PpoTrainer {
         if began != self.own() {
             return Err(other_callbacks(began, self.own()));
         }
-        load_cursor(&mut self.data.cursor, parts.part("cursor")?, &self.config.run)?;
+        load_cursor(&mut self.data.cursor, parts.part("cursor")?, &self.run.config.run)?;
         self.rewards.load_state(parts.part("rewards")?)?;
         self.course.kl_controller.load_state(parts.part("kl_controller")?)?;
         // With --resume_with_changed_inputs rows and texts may be others, or of another number.
@@ -247,7 +247,7 @@ impl PpoTrainer {
         self.sampler
             .kept
             .load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.data.prompts.len())?;
-        if self.config.score_scaling.use_score_scaling {
+        if self.run.config.score_scaling.use_score_scaling {
             self.course.scaling.load_state(parts.part("scores")?)?;
         }
         if let (Some(scaling), Ok(state)) = (&mut self.learner.optimizers.scaling, parts.part(LOSS_SCALE)) {
@@ -273,14 +273,14 @@ impl PpoTrainer {
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.monitor.skips.warning(self.course.progress.done, self.config.alarms.max_skipped_updates)?;
+        let message = self.monitor.skips.warning(self.course.progress.done, self.run.config.alarms.max_skipped_updates)?;
         self.monitor.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }
 
     /// Returns the updates after which the run ends: all, or those of a test.
     pub(super) fn last_update(&self) -> usize {
-        let (test, total) = (&self.config.test_mode, self.plan.num_total_batches);
+        let (test, total) = (&self.run.config.test_mode, self.plan.num_total_batches);
         if test.enable_test_mode { (test.test_stop_step + 1).max(self.course.progress.done).min(total) } else { total }
     }
 
@@ -289,7 +289,7 @@ impl PpoTrainer {
     /// # Errors
     /// If a check fails; in bf16 and f16, whose rounding has no sharp bound, that is a warning.
     fn run_checks(&mut self, console: &ConsoleOutput) -> Result<()> {
-        let (low_precision, checks) = (self.config.run.is_low_precision(), self.check()?);
+        let (low_precision, checks) = (self.run.config.run.is_low_precision(), self.check()?);
         match checks.failure(Checks::tolerance(low_precision)) {
             None => console.checked(&checks.to_string()),
             Some(failure) if low_precision => console.warn(&failure),
@@ -317,7 +317,7 @@ impl Trainee for PpoTrainer {
 
     /// Each part has a line here and one in [`PpoTrainer::load_state`].
     fn state(&self) -> Map<String, Value> {
-        let (run, device) = (&self.config.run, self.learner.policy.device());
+        let (run, device) = (&self.run.config.run, self.learner.policy.device());
         let mut state =
             fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
         state.insert("cursor".into(), self.data.cursor.state());
@@ -361,7 +361,7 @@ impl Trainee for PpoTrainer {
                 self.monitor.last_metrics.push(name, value);
             }
         }
-        let (limit, device) = (MicroBatchSettings::from(&self.config.run), self.learner.policy.device());
+        let (limit, device) = (MicroBatchSettings::from(&self.run.config.run), self.learner.policy.device());
         let tokens = &mut self.learner.micro_batch_tokens;
         *tokens = limit.resumed_tokens(device, *tokens, saved.part("micro_batch").ok());
         Ok(())
@@ -395,8 +395,8 @@ impl Trainee for PpoTrainer {
     }
 
     fn write_bases(&mut self) -> Result<()> {
-        let out = &self.config.run.output_dir;
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let out = &self.run.config.run.output_dir;
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
         self.learner.policy.keep_base(&out.join(BASE_MODEL), eos, pad, most)?;
         let value = self.learner.value.model_mut();
         value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
@@ -411,7 +411,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn save_dtype(&self) -> Dtype {
-        self.config.run.save_dtype
+        self.run.config.run.save_dtype
     }
 
     fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
@@ -432,7 +432,7 @@ impl Trainee for PpoTrainer {
     /// No update trains the policy during the warmup of the value model, nor one whose responses were all masked.
     fn may_lack_best_metric(&self) -> bool {
         let trains_nothing = self.monitor.last_metrics.get("objective/entropy").is_none();
-        trains_nothing || self.course.progress.done <= self.config.value.value_warmup_updates
+        trains_nothing || self.course.progress.done <= self.run.config.value.value_warmup_updates
     }
 }
 
