@@ -63,6 +63,15 @@ pub struct Scores {
     pub tokens: Option<Vec<Vec<f32>>>,
 }
 
+impl Scores {
+    /// Returns the total score of each response, `[B]` f32.
+    pub(crate) fn totals(&self) -> Tensor {
+        let Some(tokens) = &self.tokens else { return self.responses.shallow_clone() };
+        let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
+        &self.responses + Tensor::from_slice(&sums).to(self.responses.device())
+    }
+}
+
 impl From<Tensor> for Scores {
     fn from(responses: Tensor) -> Self {
         Self { responses, tokens: None }
@@ -307,6 +316,11 @@ impl From<SentScore> for Score {
             SentScore::Absent => Self::Absent,
         }
     }
+}
+
+/// Numbers in f32, as the models' are.
+fn f32s(numbers: &[f64]) -> Vec<f32> {
+    numbers.iter().map(|&number| number as f32).collect()
 }
 
 /// The use of scores, which decides whether running moments normalize them.
@@ -769,11 +783,13 @@ impl Scored {
 
     /// Returns the scores for a rollout, in f32.
     pub fn to_scores(&self, device: Device) -> Scores {
-        let f32s = |numbers: &Vec<f64>| numbers.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-        Scores {
-            responses: Tensor::from_slice(&f32s(&self.responses)).to_device(device),
-            tokens: self.tokens.as_ref().map(|rows| rows.iter().map(f32s).collect()),
-        }
+        let tokens = self.tokens.as_ref().map(|rows| rows.iter().map(|row| f32s(row)).collect());
+        Scores { responses: Tensor::from_slice(&f32s(&self.responses)).to_device(device), tokens }
+    }
+
+    /// Returns the total scores without normalization for a rollout, in f32.
+    pub(crate) fn to_raw_scores(&self, device: Device) -> Scores {
+        Tensor::from_slice(&f32s(&self.raw)).to_device(device).into()
     }
 
     /// Adds mean, standard deviation and time of each reward to the metrics. `docs/reference/metrics.md` defines them.

@@ -6,6 +6,7 @@ use crate::rl::checks::CheckSettings;
 use crate::rl::learner::LearnerSettings;
 use crate::rl::rollout::{RolloutPlan, RolloutSettings};
 use crate::rl::schedule::Schedule;
+use crate::rl::scores::Penalties;
 use crate::rl::shaping::Shaping;
 use rlhf_base::Result;
 use rlhf_lm::generate::GenerationConfig;
@@ -35,6 +36,8 @@ pub struct PpoRun {
     pub(crate) rollout: RolloutPlan,
     /// Rewards and advantages.
     pub(crate) shaping: Shaping,
+    /// Penalties of responses.
+    pub(crate) penalties: Penalties,
     /// Losses, optimizers and limits.
     pub(crate) learner: LearnerSettings,
     /// Learning rates and orders of rows.
@@ -58,6 +61,7 @@ impl PpoRun {
             generation: config.generation(&[], 0),
             rollout: config.rollout_plan(),
             shaping: config.shaping(),
+            penalties: config.penalties(),
             learner: config.learner(),
             schedule: config.schedule(),
             needs_critic: config.needs_critic(),

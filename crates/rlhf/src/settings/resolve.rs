@@ -13,6 +13,7 @@ use crate::rl::loss::LossSettings;
 use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
 use crate::rl::rollout::{RolloutPlan, RolloutSettings};
 use crate::rl::schedule::Schedule;
+use crate::rl::scores::{Penalties, Unstopped};
 use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
 use rlhf_base::Result;
@@ -128,6 +129,15 @@ impl PpoConfig {
             whiten_rewards: self.whiten_rewards,
             advantage: self.advantage(),
             whiten_advantages: self.whitening(),
+        }
+    }
+
+    /// Returns the penalties of responses that do not stop or are too long.
+    pub(crate) fn penalties(&self) -> Penalties {
+        let replaced = self.non_eos_penalty.then_some(Unstopped::Replaced(self.penalty_reward_value));
+        Penalties {
+            unstopped: self.missing_eos_penalty.map(Unstopped::Less).or(replaced),
+            overlong: self.groups.overlong(self.response_length),
         }
     }
 

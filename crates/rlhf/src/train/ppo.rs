@@ -10,7 +10,7 @@ mod run;
 mod save;
 
 use crate::data::{Cursor, Episode, Prompt};
-use crate::reward::{Rewards, ScoreScaling, Warn};
+use crate::reward::{Rewards, Warn};
 use crate::rl::alarms::{Alarms, Sampled};
 use crate::rl::checks::Skips;
 use crate::rl::experience::Experience;
@@ -18,6 +18,7 @@ use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::scores::ScoreMaker;
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
 use crate::run::checkpoint::PartStates;
@@ -73,7 +74,7 @@ impl PpoTrainer {
             batch.asked(&self.data.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
-        let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
+        let mut experience = experience(models, &prompts, &batch.responses, scores.trained, &settings)?;
         self.add_groups(&mut experience, &mut batch, &scores.reported.scored)?;
         if let Some(reference) = experience.reference.as_mut().filter(|_| self.run.config.sync.sync_ref_model) {
             // It may follow the policy in the middle of this update.
@@ -451,8 +452,8 @@ struct Course {
     progress: Progress,
     /// Weight of the KL.
     kl_controller: KlController,
-    /// Moments of the scores.
-    scaling: ScoreScaling,
+    /// The scores of responses.
+    scores: ScoreMaker,
     /// Caller-supplied learning rates; override the settings.
     schedule: Option<PerUpdate<LearningRates>>,
 }
@@ -496,6 +497,7 @@ impl PpoTrainer {
     /// If a setting is out of its range: the earlier ones stay.
     pub fn set_config(&mut self, config: &PpoConfig) -> Result<()> {
         self.run = PpoRun::new(config)?;
+        self.course.scores.penalties = self.run.penalties.clone();
         Ok(())
     }
 

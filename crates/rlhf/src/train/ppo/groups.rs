@@ -86,14 +86,8 @@ impl PpoTrainer {
         let (asked, responses) = (answers.asked(&prompts), &answers.responses);
         let mut scored =
             self.rewards.score_episodes(&self.tokenizer, &asked, responses, &answers.episodes, ScoreUse::Baseline)?;
-        let (scores, _) = self.trained_scores(&mut scored, responses, false);
-        let total = match &scores.tokens {
-            Some(tokens) => {
-                let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
-                &scores.responses + Tensor::from_slice(&sums).to(scores.responses.device())
-            }
-            None => scores.responses,
-        };
+        let device = self.learner.policy.device();
+        let total = self.course.scores.trained(&mut scored, responses, false, device).totals();
         let unscored = Tensor::from_slice(&scored.unscored()).to(total.device());
         Ok(total.masked_fill(&unscored, f64::NAN).repeat_interleave_self_int(size as i64, 0, None))
     }

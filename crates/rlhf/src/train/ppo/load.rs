@@ -5,12 +5,13 @@ use super::super::{Gathered, check_held_out, gather, model_options, notes_on_wei
 use super::{COMMAND, Course, Monitor, PerUpdate, PpoParts, PpoTrainer, PromptData, RunRecord, SAMPLE_ROWS, Sampler};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::environment::{Environment, Log};
-use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve};
+use crate::reward::{RewardModel, Rewards, Spec, check_columns, resolve};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
+use crate::rl::scores::ScoreMaker;
 use crate::rl::unsupervised::Unsupervised;
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
@@ -108,11 +109,13 @@ impl PpoTrainer {
             order: None,
             prompts,
         };
+        // Without a stop token a response ends with eos.
+        let ends = if stop.is_empty() { tokenizer.eos_ids().to_vec() } else { stop.clone() };
         let kept = KeptResponses::new(config.mask.min_response_length);
         let course = Course {
             progress: Progress::new(&config.eval),
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
-            scaling: ScoreScaling::new(&config.score_scaling),
+            scores: ScoreMaker::new(&config.score_scaling, run.penalties.clone(), ends),
             schedule: None,
         };
         Ok(Self {

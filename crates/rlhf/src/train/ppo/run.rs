@@ -248,7 +248,7 @@ impl PpoTrainer {
             .kept
             .load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.data.prompts.len())?;
         if self.run.config.score_scaling.use_score_scaling {
-            self.course.scaling.load_state(parts.part("scores")?)?;
+            self.course.scores.scaling.load_state(parts.part("scores")?)?;
         }
         if let (Some(scaling), Ok(state)) = (&mut self.learner.optimizers.scaling, parts.part(LOSS_SCALE)) {
             scaling.load_state(state)?;
@@ -325,7 +325,7 @@ impl Trainee for PpoTrainer {
         state.insert("kl_controller".into(), self.course.kl_controller.state());
         state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
         state.extend(self.sampler.kept.state().map(|kept| ("kept_answers".into(), kept)));
-        state.insert("scores".into(), self.course.scaling.state());
+        state.insert("scores".into(), self.course.scores.scaling.state());
         state.insert("skips".into(), self.monitor.skips.state());
         state.insert("alarms".into(), self.monitor.alarms.state());
         state.insert("num_tokens".into(), self.monitor.num_tokens.into());
