@@ -28,7 +28,7 @@ pub(crate) use optional::check_columns;
 pub use retry::RetryPolicy;
 pub(crate) use retry::{Failure, Retries, excerpt};
 pub use rules::Rule;
-pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
+pub use scaling::{Moments, Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use sources::{function_files, program_files};
@@ -46,9 +46,9 @@ use rlhf_base::offload::Offload;
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::tokenizer::Tokenizer;
-use scaling::Moments;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::sync::Arc;
 use std::time::Instant;
@@ -658,23 +658,19 @@ impl Rewards {
     }
 
     /// Returns the state for a checkpoint: the running moments by reward.
-    pub fn state(&self) -> Value {
+    pub fn state(&self) -> BTreeMap<String, Moments> {
         let normalized = self.components.iter().filter(|c| c.transform.normalize != Normalize::None);
-        Value::Object(normalized.map(|c| (c.name.clone(), c.moments.state())).collect::<Map<_, _>>())
+        normalized.map(|c| (c.name.clone(), c.moments)).collect()
     }
 
     /// Restores the state that [`Rewards::state`] returned.
     ///
     /// # Errors
     /// If it lacks the running moments of a reward that is normalized.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+    pub fn load_state(&mut self, state: &BTreeMap<String, Moments>) -> Result<()> {
         for component in self.components.iter_mut().filter(|c| c.transform.normalize != Normalize::None) {
-            let found = &state[&component.name];
-            component.moments = Moments::from_state(found).ok_or_else(|| {
-                Error::Run(format!(
-                    "reward `{}`: expected its running moments (count, mean, m2), found {found}",
-                    component.name
-                ))
+            component.moments = *state.get(&component.name).ok_or_else(|| {
+                Error::Run(format!("reward `{}`: expected its running moments, found none", component.name))
             })?;
         }
         Ok(())
@@ -979,7 +975,7 @@ mod tests {
         assert!(scored.responses.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-12));
         assert_eq!(scored.raw, [20.5, 40.0, 0.0, 2.0]);
         assert_eq!(scored.unscored(), [false, false, true, false]);
-        assert_eq!(rewards.state()["other"]["count"], 2.0);
+        assert_eq!(rewards.state()["other"].count, 2.0);
         let warning = scored.warning.as_deref().unwrap();
         assert!(warning.starts_with("row 3 of 4 (prompt \"prompt 2\"): no reward gave it a score"), "{warning}");
         // Scaling by running moments leaves it 0, and out of them.
@@ -1073,11 +1069,11 @@ mod tests {
         for numbers in &batches[..2] {
             first.components[0].moments.update(numbers);
         }
-        let state = serde_json::from_str(&first.state().to_string()).unwrap();
+        let state = serde_json::from_str(&serde_json::to_string(&first.state()).unwrap()).unwrap();
         let mut resumed = Rewards::new().with_transform("a", constant(&[]), normalized());
         resumed.load_state(&state).unwrap();
         assert_eq!(run(&mut resumed, 2), whole[4..], "bit for bit");
-        let error = resumed.load_state(&json!({"b": {}})).unwrap_err().to_string();
+        let error = resumed.load_state(&BTreeMap::new()).unwrap_err().to_string();
         assert!(error.contains("reward `a`") && error.contains("running moments"), "{error}");
     }
 
@@ -1087,9 +1083,9 @@ mod tests {
             Rewards::new().with_transform("a", constant(&[4.0]), transform(|s| s.normalize = Normalize::MeanStd));
         with_batch(&[1], |batch| {
             assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
-            assert_eq!(rewards.state()["a"]["count"], 0.0);
+            assert_eq!(rewards.state()["a"].count, 0.0);
             assert_eq!(rewards.score(batch, ScoreUse::Training).unwrap().responses, [0.0]);
-            assert_eq!(rewards.state()["a"]["count"], 1.0);
+            assert_eq!(rewards.state()["a"].count, 1.0);
             assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
         });
     }

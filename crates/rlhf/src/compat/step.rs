@@ -226,7 +226,7 @@ struct Output {
 }
 
 /// Numbers of calls, which key random draws and metrics.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Counts {
     /// Calls of `step`.
     steps: usize,

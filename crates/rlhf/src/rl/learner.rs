@@ -20,10 +20,10 @@ use rlhf_lm::model::{
     CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, ModelHead, PretrainedModel,
     SequenceClassifier, Shards, TokenLogprobs, ValueModel,
 };
-use rlhf_lm::optim::loss_scale::{LossScaleConfig, LossScaler};
+use rlhf_lm::optim::loss_scale::{LossScaleConfig, LossScaleState, LossScaler};
 use rlhf_lm::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
 use rlhf_lm::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
 use tch::Tensor;
@@ -1075,6 +1075,13 @@ pub(crate) struct Scaling {
     align: bool,
 }
 
+/// The state of [`Scaling`] in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ScalingState {
+    policy: LossScaleState,
+    value: Option<LossScaleState>,
+}
+
 impl Scaling {
     fn new(value: &ValueModel, config: &LossScaleConfig, align: bool) -> Self {
         let scaler = || LossScaler::new(config);
@@ -1103,13 +1110,18 @@ impl Scaling {
         }
     }
 
-    pub(crate) fn state(&self) -> Value {
-        json!({"policy": self.policy.state(), "value": self.value.as_ref().map(LossScaler::state)})
+    /// State for a checkpoint.
+    pub(crate) fn state(&self) -> ScalingState {
+        ScalingState { policy: self.policy.state(), value: self.value.as_ref().map(LossScaler::state) }
     }
 
-    pub(crate) fn load_state(&mut self, state: &Value) -> Result<()> {
-        self.policy.load_state(&state["policy"])?;
-        self.value.as_mut().map_or(Ok(()), |value| value.load_state(&state["value"]))
+    /// Restores the state that [`Scaling::state`] returned.
+    ///
+    /// # Errors
+    /// If a scale is no number above 0.
+    pub(crate) fn load_state(&mut self, state: &ScalingState) -> Result<()> {
+        self.policy.load_state(&state.policy)?;
+        self.value.as_mut().zip(state.value.as_ref()).map_or(Ok(()), |(value, state)| value.load_state(state))
     }
 }
 

@@ -25,7 +25,7 @@
 //! taken since ([`Trainee::steps`]).
 
 use crate::run::best::Best;
-use crate::run::checkpoint::{self, Checkpoints, Epochs, RunSettings, Saved, is_due};
+use crate::run::checkpoint::{self, Checkpoints, Epochs, FixedState, RunSettings, Saved, is_due, parts_of};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_dir, write_length};
@@ -59,6 +59,9 @@ const TICK: Duration = Duration::from_secs(1);
 
 /// A training command, as its session sees it.
 pub(crate) trait Trainee {
+    /// The resumable state beside weights, optimizers and the best model.
+    type State: Serialize;
+
     fn progress(&self) -> &Progress;
 
     fn progress_mut(&mut self) -> &mut Progress;
@@ -66,10 +69,13 @@ pub(crate) trait Trainee {
     /// Digests of what the run reads.
     fn inputs(&self) -> &Inputs;
 
-    /// Returns the resumable state beside weights, optimizers and the best model: one entry per part, by name.
-    fn state(&self) -> Map<String, Value>;
+    /// Returns the part of the resumable state that no update changes.
+    fn fixed_state(&self) -> FixedState;
 
-    /// Restores weights, optimizers and what [`Trainee::state`] returned.
+    /// Returns the part of the state that updates change.
+    fn state(&self) -> Self::State;
+
+    /// Restores weights, optimizers and what [`Trainee::fixed_state`] and [`Trainee::state`] returned.
     ///
     /// # Errors
     /// If the checkpoint is not of a run like this one.
@@ -222,9 +228,16 @@ impl Progress {
 /// The part of a checkpoint's state with the rollbacks so far.
 const ROLLBACKS: &str = "rollbacks";
 
+/// Returns the trainee's resumable state by part, as a checkpoint has it.
+pub(crate) fn resumable_parts(trainee: &impl Trainee) -> Map<String, Value> {
+    let mut parts = parts_of(&trainee.fixed_state());
+    parts.extend(parts_of(&trainee.state()));
+    parts
+}
+
 /// Records the trainee's resumable state after a completed update.
 pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
-    let (mut state, steps) = (trainee.state(), trainee.steps());
+    let (mut state, steps) = (resumable_parts(trainee), trainee.steps());
     let progress = trainee.progress_mut();
     state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
     state.extend((progress.rollbacks > 0).then(|| (ROLLBACKS.into(), progress.rollbacks.into())));
@@ -531,7 +544,7 @@ impl<'w> Session<'w> {
             trainee.bit_sums().into_iter().map(|(name, sum)| format!("{name}: {sum}")).collect();
         let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !is_clock(name));
         parts.extend(metrics.map(|(name, value)| format!("{name}: {:016x}", value.to_bits())));
-        parts.extend(trainee.state().iter().map(|(name, value)| format!("{name}: {value}")));
+        parts.extend(resumable_parts(trainee).iter().map(|(name, value)| format!("{name}: {value}")));
         let all = self.world.gather(parts.join("\n"))?;
         let Some(rank) = all.iter().position(|bits| *bits != all[0]) else { return Ok(()) };
         let differing = all[0].lines().zip(all[rank].lines()).find(|(main, other)| main != other);
@@ -1099,6 +1112,8 @@ mod tests {
     }
 
     impl Trainee for Counter {
+        type State = Map<String, Value>;
+
         fn progress(&self) -> &Progress {
             &self.progress
         }
@@ -1111,7 +1126,11 @@ mod tests {
             &self.inputs
         }
 
-        fn state(&self) -> Map<String, Value> {
+        fn fixed_state(&self) -> FixedState {
+            FixedState { inputs: self.inputs.state(), ..FixedState::default() }
+        }
+
+        fn state(&self) -> Self::State {
             Map::from_iter([("taken".into(), self.taken.into()), ("recorded".into(), self.progress.recorded.into())])
         }
 

@@ -8,6 +8,7 @@ mod replay;
 mod rollouts;
 mod run;
 mod save;
+mod state;
 
 use crate::data::{Cursor, Episode, Prompt};
 use crate::reward::{Rewards, Warn};
@@ -21,7 +22,6 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::scores::ScoreMaker;
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
-use crate::run::checkpoint::PartStates;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
@@ -533,13 +533,14 @@ impl PpoTrainer {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (state, kept, steps) = (self.state(), self.sampler.kept.clone(), self.steps());
+        let (fixed, state) = (self.fixed(), self.resumable());
+        let (kept, steps) = (self.sampler.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(outcome) => outcome.metrics,
             Err(error) => {
                 if self.steps() == steps {
                     // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
-                    let _ = self.load_state(&PartStates::in_memory(&state));
+                    let _ = self.restore(fixed, state);
                     // Its state would have no log-probabilities.
                     self.sampler.kept = kept;
                 }

@@ -623,7 +623,7 @@ impl Compared {
 }
 
 /// Sums over pairs.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Totals {
     pairs: f64,
     loss: f64,

@@ -546,7 +546,7 @@ pub(crate) fn shorten(
 }
 
 /// Sums since the last line of metrics.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Totals {
     loss: f64,
     /// Tokens in the loss.

@@ -16,7 +16,7 @@ use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
 use crate::run::rollout_file::{file_name, is_of_ppo, metrics_line, read_rollout, recorded_updates};
-use crate::run::session::Trainee;
+use crate::run::session::{Trainee, resumable_parts};
 use crate::run::start::Found;
 use crate::settings::{AdvantageEstimator, PpoConfig, PpoRun};
 pub use compare::Differing;
@@ -312,7 +312,7 @@ impl RecordedUpdate {
         }
         let (limit, device) = (MicroBatchSettings::from(&trainer.run.config.run), trainer.learner.policy.device());
         let tokens = &mut trainer.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, self.record.parts().part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, &self.record.parts().parsed("micro_batch")?);
         let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
         if changes.iter().any(of_kl) {
             trainer.course.kl_controller = KlController::new(&trainer.run.config.kl, trainer.plan.num_total_batches);
@@ -429,7 +429,7 @@ impl RecordedUpdate {
         let saved = if place.is_dir() { Some(Saved::read(&place)?) } else { None };
         let state = saved
             .as_ref()
-            .map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER), bound))
+            .map(|saved| compare::checkpoint(saved, &resumable_parts(trainer), &out.join(AFTER), bound))
             .transpose()?;
         Ok(Replayed {
             update: self.update,

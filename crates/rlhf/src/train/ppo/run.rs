@@ -1,12 +1,13 @@
 //! A PPO run in its output folder: updates, evaluations, samples.
 
-use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
+use super::super::{describe_machine, leave_report, small_dataset, updates_fact};
 use super::load::open;
+use super::state::PpoState;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::{Epochs, OPTIMIZER, PartStates, Saved, is_due};
+use crate::run::checkpoint::{Epochs, FixedState, OPTIMIZER, Saved, is_due};
 use crate::run::event::{Evaluation, Event, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Progress, RunSpec, Session, Trainee, take_snapshot};
@@ -220,54 +221,6 @@ impl PpoTrainer {
         facts
     }
 
-    /// Returns which callbacks set the updates, as checkpoints name them.
-    pub(super) fn own(&self) -> Option<&'static str> {
-        match (&self.data.order, &self.course.schedule) {
-            (None, None) => None,
-            (Some(_), None) => Some("an order"),
-            (None, Some(_)) => Some("a schedule"),
-            (Some(_), Some(_)) => Some("an order and a schedule"),
-        }
-    }
-
-    /// Restores what [`PpoTrainer::state`] returned.
-    pub(super) fn load_state(&mut self, parts: &PartStates<'_>) -> Result<()> {
-        let began = parts.part("own").ok().and_then(Value::as_str);
-        if began != self.own() {
-            return Err(other_callbacks(began, self.own()));
-        }
-        load_cursor(&mut self.data.cursor, parts.part("cursor")?, &self.run.config.run)?;
-        self.rewards.load_state(parts.part("rewards")?)?;
-        self.course.kl_controller.load_state(parts.part("kl_controller")?)?;
-        // With --resume_with_changed_inputs rows and texts may be others, or of another number.
-        let has_changed = parts.part("inputs").is_ok_and(|began| !self.record.inputs.changed(began).is_empty());
-        if let Some(texts) = &mut self.learner.unsupervised {
-            texts.load_state(parts.part("unsupervised")?, has_changed)?;
-        }
-        self.sampler
-            .kept
-            .load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.data.prompts.len())?;
-        if self.run.config.score_scaling.use_score_scaling {
-            self.course.scores.scaling.load_state(parts.part("scores")?)?;
-        }
-        if let (Some(scaling), Ok(state)) = (&mut self.learner.optimizers.scaling, parts.part(LOSS_SCALE)) {
-            scaling.load_state(state)?;
-        }
-        if let (Some(controller), Ok(state)) = (&mut self.learner.entropy_controller, parts.part("entropy_controller"))
-        {
-            controller.load_state(state)?;
-        }
-        if let Ok(state) = parts.part("skips") {
-            self.monitor.skips.load_state(state);
-        }
-        if let Ok(state) = parts.part("alarms") {
-            self.monitor.alarms.load_state(state);
-        }
-        self.monitor.num_tokens = parts.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
-        self.record.checks = parts.part("checks").ok().and_then(Value::as_str).map(String::from);
-        Ok(())
-    }
-
     /// Adds a message about the skipped steps of the last update to its warnings.
     ///
     /// # Errors
@@ -303,6 +256,8 @@ impl PpoTrainer {
 }
 
 impl Trainee for PpoTrainer {
+    type State = PpoState;
+
     fn progress(&self) -> &Progress {
         &self.course.progress
     }
@@ -315,26 +270,12 @@ impl Trainee for PpoTrainer {
         &self.record.inputs
     }
 
-    /// Each part has a line here and one in [`PpoTrainer::load_state`].
-    fn state(&self) -> Map<String, Value> {
-        let (run, device) = (&self.run.config.run, self.learner.policy.device());
-        let mut state =
-            fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
-        state.insert("cursor".into(), self.data.cursor.state());
-        state.insert("rewards".into(), self.rewards.state());
-        state.insert("kl_controller".into(), self.course.kl_controller.state());
-        state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
-        state.extend(self.sampler.kept.state().map(|kept| ("kept_answers".into(), kept)));
-        state.insert("scores".into(), self.course.scores.scaling.state());
-        state.insert("skips".into(), self.monitor.skips.state());
-        state.insert("alarms".into(), self.monitor.alarms.state());
-        state.insert("num_tokens".into(), self.monitor.num_tokens.into());
-        state.extend(self.learner.optimizers.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
-        let controller = self.learner.entropy_controller.as_ref();
-        state.extend(controller.map(|controller| ("entropy_controller".into(), controller.state())));
-        state.extend(self.record.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
-        state.extend(self.own().map(|own| ("own".into(), own.into())));
-        state
+    fn fixed_state(&self) -> FixedState {
+        self.fixed()
+    }
+
+    fn state(&self) -> PpoState {
+        self.resumable()
     }
 
     fn bit_sums(&self) -> Vec<(String, i64)> {
@@ -343,7 +284,9 @@ impl Trainee for PpoTrainer {
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        self.load_state(&saved.parts()).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        let (fixed, state): (FixedState, PpoState) = (saved.parts().read()?, saved.parts().read()?);
+        let micro_batch = fixed.micro_batch.clone();
+        self.restore(fixed, state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
         if let Some(ema) = &mut self.learner.ema {
@@ -363,7 +306,7 @@ impl Trainee for PpoTrainer {
         }
         let (limit, device) = (MicroBatchSettings::from(&self.run.config.run), self.learner.policy.device());
         let tokens = &mut self.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, saved.part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, &micro_batch);
         Ok(())
     }
 
@@ -434,20 +377,6 @@ impl Trainee for PpoTrainer {
         let trains_nothing = self.monitor.last_metrics.get("objective/entropy").is_none();
         trains_nothing || self.course.progress.done <= self.run.config.value.value_warmup_updates
     }
-}
-
-/// The error of a resumed run whose callbacks are others than those of its start, `began`; both as [`PpoTrainer::own`] names them.
-fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
-    let calls = match began {
-        None => "call neither `with_order` nor `with_schedule`",
-        Some("an order") => "call `with_order`",
-        Some("a schedule") => "call `with_schedule`",
-        Some(_) => "call `with_order` and `with_schedule`",
-    };
-    let (began, found) = (began.unwrap_or("no order or schedule"), found.unwrap_or("none"));
-    Error::Run(format!(
-        "callbacks: the run was started with {began} of the caller's, and this trainer has {found}; {calls} before resuming"
-    ))
 }
 
 /// Returns the numbers beside the progress bar.
