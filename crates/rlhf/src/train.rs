@@ -37,9 +37,9 @@ fn load_cursor(cursor: &mut Cursor, state: &CursorState, run: &RunConfig) -> Res
 }
 
 /// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
-/// console. A report that cannot be written is a warning.
-fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
-    if !World::of_process().is_main() {
+/// console. A report that cannot be written is a warning. Rank 0 alone does so.
+fn leave_report(run: &RunConfig, world: &World, console: &ConsoleOutput) {
+    if !world.is_main() {
         return;
     }
     match report::leave(&run.output_dir, !run.no_report) {

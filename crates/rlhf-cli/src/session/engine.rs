@@ -225,7 +225,8 @@ impl EngineLoop {
                 format!("prompts: expected {} rows of 1 to {} tokens, found {:?}", shape[0], shape[1], prompts.size());
             return Err(Failure::usage("prompts", message));
         }
-        let rewards = compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, self.engine.config());
+        let rewards =
+            compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, self.engine.config());
         reply.array("rewards", Array::of_tensor(&rewards)?);
         reply.array("ends", Array::of_tensor(&ends(&prompts, &action_mask))?);
         Ok(())

@@ -17,6 +17,8 @@ use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
+use crate::run::Runtime;
+use crate::run::sinks::console::Console;
 use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig, PpoRun};
 use crate::train::ppo::{Loaded, Models, PpoParts, VALUE_MODEL};
@@ -285,8 +287,8 @@ impl RlhfEngine {
     /// # Errors
     /// The errors of [`RlhfEngine::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let run = PpoRun::new(config)?;
-        let Loaded { mut parts, cursor, .. } = Loaded::of_run(&run, more, Found::default())?;
+        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let Loaded { mut parts, cursor, .. } = Loaded::of_run(&run, more, Found::default(), &world)?;
         parts.prepare(&run)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;
@@ -303,8 +305,8 @@ impl RlhfEngine {
     /// # Errors
     /// If a model cannot be loaded; if a setting has no effect here.
     pub fn from_models(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let run = PpoRun::new(config)?;
-        let Models { learner, reference, rewards, tokenizer, .. } = Models::of_run(&run, more)?;
+        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let Models { learner, reference, rewards, tokenizer, .. } = Models::of_run(&run, more, &world)?;
         Self::with_learner(learner, needed(reference)?, rewards, tokenizer, run)
     }
 

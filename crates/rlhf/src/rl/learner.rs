@@ -255,12 +255,24 @@ impl Learner {
     /// # Errors
     /// If the state has no room there.
     pub fn with_state_at(
-        mut policy: CausalLm,
+        policy: CausalLm,
         value: impl Into<ValueModel>,
         settings: LearnerSettings,
         place: Option<&Offload>,
     ) -> Result<Self> {
-        let mut value = value.into();
+        Self::on_ranks(&World::of_process(), (policy, value.into()), settings, place)
+    }
+
+    /// [`Learner::with_state_at`] on the ranks `world`, in place of those that this process has joined.
+    ///
+    /// # Errors
+    /// If the state has no room there.
+    pub fn on_ranks(
+        world: &World,
+        (mut policy, mut value): (CausalLm, ValueModel),
+        settings: LearnerSettings,
+        place: Option<&Offload>,
+    ) -> Result<Self> {
         let checkpointing = settings.gradient_checkpointing;
         policy.set_trainable(true);
         policy.set_gradient_checkpointing(checkpointing);
@@ -272,10 +284,9 @@ impl Learner {
         let activation_bytes = policy.activation_bytes(checkpointing).max(of_value(checkpointing));
         let most = settings.max_tokens_per_micro_batch;
         let micro_batch_tokens = micro_batch_tokens(most, policy.device(), policy.params(), activation_bytes);
-        let world = World::of_process();
-        policy.shard(&world, settings.policy_stage);
+        policy.shard(world, settings.policy_stage);
         if let Some(value) = value.model_mut() {
-            value.shard(&world, settings.value_stage);
+            value.shard(world, settings.value_stage);
         }
         let of_value = |value| optimizer_of(value, &settings.value_optimizer, &settings, place);
         let optimizers = Optimizers {
@@ -293,7 +304,7 @@ impl Learner {
             collect_ratios: false,
             collect_clips: false,
             observer: None,
-            world,
+            world: world.clone(),
             policy,
             value,
             settings,

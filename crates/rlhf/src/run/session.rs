@@ -33,9 +33,10 @@ use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
 use crate::run::resolved::resolved_settings;
+use crate::run::runtime::Runtime;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
-use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::sinks::console::ConsoleOutput;
 use crate::run::sinks::driver::Driver;
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::{Found, Start};
@@ -280,8 +281,12 @@ impl Opening {
     /// # Errors
     /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not
     /// push to the hub.
-    pub(crate) fn new(run: &RunConfig, command: &str, config: &impl RunSettings, inputs: &[&Path]) -> Result<Self> {
-        let world = World::of_process();
+    pub(crate) fn new(
+        world: &World,
+        command: &str,
+        (config, run): (&impl RunSettings, &RunConfig),
+        inputs: &[&Path],
+    ) -> Result<Self> {
         world.check_settings(&common_settings(command, config)?)?;
         let opening = world.on_main(|| Self::on_main(run, command, config, inputs))?.unwrap_or_default();
         Ok(Self { start: world.broadcast(opening.start)?, ..opening })
@@ -366,9 +371,9 @@ impl<'w> Session<'w> {
         opening: Option<Opening>,
         spec: &RunSpec<'_, C>,
         mut warnings: Vec<String>,
-        console: Console,
+        runtime: &Runtime,
     ) -> Result<Self> {
-        let world = World::of_process();
+        let Runtime { world, console } = runtime.clone();
         set_complete(false);
         let mut start = Start { in_place: true, ..Start::default() };
         let mut opening = opening;
@@ -1015,6 +1020,7 @@ fn conclude(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::sinks::console::Console;
     use rlhf_base::schema::{Field, Settings as _};
 
     #[test]
@@ -1071,7 +1077,8 @@ mod tests {
         }
 
         fn train(&mut self, config: &Settings, stop_after: usize, fails_at: Option<usize>) -> Result<usize> {
-            let opening = Opening::new(&config.run, "sft", config, &[])?;
+            let alone = Runtime { world: World::single(), console: Console::Silent };
+            let opening = Opening::new(&alone.world, "sft", (config, &config.run), &[])?;
             let spec = RunSpec {
                 command: "sft",
                 config,
@@ -1082,7 +1089,7 @@ mod tests {
                 batch_size: 1,
                 epochs: Epochs { per_update: 1, len: 9 },
             };
-            let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), Console::Silent)?;
+            let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), &alone)?;
             session.watch(|event| match event {
                 Event::Update { step, .. } if *step >= stop_after => ControlFlow::Break(()),
                 _ => ControlFlow::Continue(()),

@@ -11,6 +11,7 @@ use super::sft::{self, sft};
 use super::{check_held_out, gather};
 use crate::data::{Dataset, PromptLimit, Sources};
 use crate::reward::{Spec, check_columns};
+use crate::run::Runtime;
 use crate::run::checkpoint::{FinishedRun, RunSettings, UNFINISHED};
 use crate::run::ends::{ends_of, words};
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
@@ -205,15 +206,17 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a stage fails or is stopped: the
 /// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
-pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
+pub fn pipeline(config: &PipelineConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let Runtime { world, console } = runtime;
+    let console = *console;
     let threads = tch::get_num_threads();
     let mut rewards = Vec::new();
     for stage in config.stages() {
         rewards.extend(config.check(stage).map_err(|error| named(stage, error))?);
     }
     check_pushes(config)?;
-    let world = &World::of_process();
-    let begun = world.on_main(|| begin(config, &rewards, console))?;
+    let begun = world.on_main(|| begin(config, &rewards, runtime))?;
     let states = world.broadcast(begun.as_ref().map_or([StageState::Due; Stage::EVERY.len()], |begun| begun.states))?;
     let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
@@ -236,11 +239,11 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
         // A stage may set another number.
         tch::set_num_threads(threads);
         let ended = match stage {
-            Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
-            Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
-            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
-            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, console)),
-            Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, console)),
+            Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, runtime)),
+            Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, runtime)),
+            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, runtime)),
+            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, runtime)),
+            Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, runtime)),
         };
         match ended.map_err(|error| named(stage, error)) {
             // The model is there, and later stages need it, not its copy on the hub.
@@ -292,10 +295,10 @@ enum StageState {
 }
 
 /// Locks the pipeline's folder, checks folders and inputs, and writes the settings; `rewards` are those of the stage of PPO.
-fn begin(config: &PipelineConfig, rewards: &[Spec], console: Console) -> Result<Begun> {
+fn begin(config: &PipelineConfig, rewards: &[Spec], runtime: &Runtime) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
-    let states = check_folders(config, rewards, console)?;
-    check_inputs(config, rewards, states)?;
+    let states = check_folders(config, rewards, runtime.console)?;
+    check_inputs(config, rewards, states, &runtime.world)?;
     for stage in config.stages().into_iter().filter(|stage| states[*stage as usize] != StageState::Finished) {
         let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
         repository.map_err(|error| named(stage, error))?;
@@ -560,7 +563,12 @@ fn reading_of(
 
 /// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
-fn check_inputs(config: &PipelineConfig, rewards: &[Spec], states: [StageState; Stage::EVERY.len()]) -> Result<()> {
+fn check_inputs(
+    config: &PipelineConfig,
+    rewards: &[Spec],
+    states: [StageState; Stage::EVERY.len()],
+    world: &World,
+) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
     for stage in config.stages() {
         let Some(run) = config.run(stage) else { continue };
@@ -572,7 +580,8 @@ fn check_inputs(config: &PipelineConfig, rewards: &[Spec], states: [StageState; 
             Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
             Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
             Stage::Ppo => {
-                config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, rewards, &known)).map(|()| None)
+                let check = |config| check_ppo(config, rewards, &known, world);
+                config.ppo.as_ref().map_or(Ok(()), check).map(|()| None)
             }
             Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| check_dpo(config, &known)).map(|()| None),
             Stage::Distill => {
@@ -644,9 +653,9 @@ fn check_distill(config: &DistillConfig, known: &Readings<'_>) -> Result<()> {
     distill::check_rows(config, &mut tokenizer, [Some(&student.shape), Some(&teacher.shape)], &sources)
 }
 
-fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>) -> Result<()> {
+fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &World) -> Result<()> {
     ppo::check_eval_prompts(config)?;
-    ppo::check_sync(config, &World::of_process())?;
+    ppo::check_sync(config, world)?;
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     ppo::check_rewards(config, specs.iter().map(Spec::name))?;

@@ -22,6 +22,7 @@ use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
 use crate::rl::scores::ScoreMaker;
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
+use crate::run::Runtime;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
@@ -333,12 +334,13 @@ pub(crate) const VALUE_MODEL: &str = "value_model";
 ///
 /// # Errors
 /// If an input is missing or invalid, or training diverges.
-pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
+pub fn ppo(config: &PpoConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let Runtime { world, console } = runtime.into();
     let run = PpoRun::new(config)?;
     check_eval_prompts(config)?;
     // Before anything slow begins.
-    let opening = open(&run)?;
-    let mut trainer = PpoTrainer::load(run, Rewards::new(), opening.found()?)?;
+    let opening = open(&run, &world)?;
+    let mut trainer = PpoTrainer::load(run, Rewards::new(), opening.found()?, &world)?;
     (trainer.console, trainer.record.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }

@@ -2,12 +2,12 @@
 
 use super::{describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
 use crate::data::{Cursor, CursorState, Dataset, Sources};
+use crate::run::Runtime;
 use crate::run::card::Card;
 use crate::run::checkpoint::{Epochs, FixedState, OPTIMIZER, RunSettings, Saved};
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
-use crate::run::sinks::console::Console;
 use crate::settings::{DataConfig, EvalConfig, OptimizerConfig, RunConfig, Stage, TrainPlan};
 use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::metrics::Metrics;
@@ -81,11 +81,11 @@ pub(super) trait Supervised {
         None
     }
 
-    /// Restores what a checkpoint keeps of it, its `state` and files in the folder; `has_changed`: the inputs are others.
+    /// Restores what a checkpoint keeps of it, its `state` and files in the folder, on the ranks `world`; `has_changed`: the inputs are others.
     ///
     /// # Errors
     /// If the checkpoint is another run's, or damaged.
-    fn load(&mut self, _dir: &Path, _state: &TaskState, _has_changed: bool) -> Result<()> {
+    fn load(&mut self, _dir: &Path, _state: &TaskState, _world: &World, _has_changed: bool) -> Result<()> {
         Ok(())
     }
 }
@@ -159,8 +159,8 @@ pub(super) struct UpdateRows<'a> {
     pub(super) world: &'a World,
 }
 
-/// Opens a run of `command`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has the paths that the run
-/// reads, and the function that finds them.
+/// Opens a run of `command` on the ranks `world`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has
+/// the paths that the run reads, and the function that finds them.
 ///
 /// # Errors
 /// If the output folder cannot be used, or something that the run reads is missing; those of `work`.
@@ -168,19 +168,19 @@ pub(super) fn with_opened<C: RunSettings>(
     command: &str,
     (config, run): (&C, &RunConfig),
     (paths, find): (&[&Path], impl Fn() -> Result<()>),
-    work: impl FnOnce(&World, Opening, &AskedHub) -> Result<()>,
+    world: &World,
+    work: impl FnOnce(Opening, &AskedHub) -> Result<()>,
 ) -> Result<()> {
-    let world = World::of_process();
-    let opening = Opening::new(run, command, config, paths)?;
+    let opening = Opening::new(world, command, (config, run), paths)?;
     let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
+    let _date = found.fix_date(world)?;
     let hub = AskedHub::with(found.commits);
-    hub.download(&world, paths, find)?;
+    hub.download(world, paths, find)?;
     world.expect_sharded(run.dist.zero_stage);
-    work(&world, opening, &hub)
+    work(opening, &hub)
 }
 
-/// Makes a loaded model trainable, divides it over the ranks, and returns its optimizer.
+/// Makes a loaded model trainable, divides it over the ranks `world`, and returns its optimizer.
 ///
 /// # Errors
 /// If there is not enough memory or disk space to offload the optimizer's state.
@@ -188,10 +188,11 @@ pub(super) fn start_training<H: ModelHead>(
     model: &mut PretrainedModel<H>,
     run: &RunConfig,
     optimizer: &OptimizerConfig,
+    world: &World,
 ) -> Result<Optimizer> {
     model.set_trainable(true);
     model.set_gradient_checkpointing(run.gradient_checkpointing);
-    model.shard(&World::of_process(), run.dist.zero_stage);
+    model.shard(world, run.dist.zero_stage);
     let place = run.state_place();
     let built = Optimizer::of_model(model, optimizer, place.as_ref())?;
     Ok(built.with_seed(run.seed))
@@ -283,7 +284,7 @@ pub(super) struct Words<'a> {
 pub(super) fn train<T: Supervised, C: RunSettings>(
     task: T,
     loaded: Loaded<'_, C, T::Head>,
-    console: Console,
+    runtime: &Runtime,
 ) -> Result<()> {
     let Loaded {
         model,
@@ -300,7 +301,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
         words,
     } = loaded;
     let limit = MicroBatchSettings::from(spec.run);
-    let world = World::of_process();
+    let world = runtime.world.clone();
     let max_tokens = limit.max_tokens(model.device(), model.params(), |on| model.activation_bytes(on));
     let max_tokens = world.min_count(max_tokens)?;
     let mut taken = cursor.clone();
@@ -323,7 +324,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
         spec: &spec,
         words: &words,
     };
-    let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, console)?;
+    let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, runtime)?;
     session.write_bases(&mut run)?;
     for _ in 0..run.progress.done {
         run.count_tokens(&taken.take(spec.batch_size));
@@ -331,7 +332,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
     run.report_title(&session);
     let ended = run.updates(&mut session);
     let ended = session.end(&mut run, ended);
-    leave_report(spec.run, session.console());
+    leave_report(spec.run, &run.world, session.console());
     let done = ended?;
     session.report_end(done, words.numbers, &words.commands);
     session.push(done)
@@ -552,11 +553,14 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
         let (fixed, state): (FixedState, Self::State) = (saved.parts().read()?, saved.parts().read()?);
+        // The session restores the last record with the number of updates.
+        let SupervisedState { cursor, since, recorded: _, task, loss_scale } = state;
         let invalid = |e: Error| Error::invalid(&saved.dir, e.to_string());
-        load_cursor(&mut self.data.cursor, &state.cursor, self.spec.run).map_err(invalid)?;
-        self.training.sums = state.since;
-        self.task.load(&saved.dir, &state.task, !self.record.inputs.changed(&fixed.inputs).is_empty())?;
-        if let (Some(scaler), Some(state)) = (&mut self.training.scaler, &state.loss_scale) {
+        load_cursor(&mut self.data.cursor, &cursor, self.spec.run).map_err(invalid)?;
+        self.training.sums = since;
+        let has_changed = !self.record.inputs.changed(&fixed.inputs).is_empty();
+        self.task.load(&saved.dir, &task, &self.world, has_changed)?;
+        if let (Some(scaler), Some(state)) = (&mut self.training.scaler, &loss_scale) {
             scaler.load_state(state).map_err(invalid)?;
         }
         self.training.optimizer.load(&saved.dir.join(OPTIMIZER))?;

@@ -329,7 +329,7 @@ impl Supervised for Distillation<'_> {
         TaskState { num_tokens: Some(self.num_tokens), ..TaskState::default() }
     }
 
-    fn load(&mut self, dir: &Path, state: &TaskState, _has_changed: bool) -> Result<()> {
+    fn load(&mut self, dir: &Path, state: &TaskState, _world: &World, _has_changed: bool) -> Result<()> {
         let missing = || Error::invalid(dir, "expected the state of `num_tokens`, found none");
         self.num_tokens = state.num_tokens.ok_or_else(missing)?;
         Ok(())

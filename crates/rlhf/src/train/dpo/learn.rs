@@ -387,7 +387,7 @@ impl Supervised for PreferenceTask<'_> {
         self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model).map(|reference| (REFERENCE, reference))
     }
 
-    fn load(&mut self, dir: &Path, state: &TaskState, has_changed: bool) -> Result<()> {
+    fn load(&mut self, dir: &Path, state: &TaskState, world: &World, has_changed: bool) -> Result<()> {
         if let Some(texts) = &mut self.texts {
             let missing = || Error::invalid(dir, "expected the state of `unsupervised`, found none");
             let state = state.unsupervised.as_ref().ok_or_else(missing)?;
@@ -398,7 +398,7 @@ impl Supervised for PreferenceTask<'_> {
             self.reference = None;
             let frozen = model_options(&self.config.run)?;
             let mut reference = reference_of(self.config).load_saved(&dir.join(REFERENCE), frozen)?;
-            place_reference(&mut reference, self.config)?;
+            place_reference(&mut reference, self.config, world)?;
             self.reference = Some(reference);
         }
         Ok(())

@@ -13,6 +13,7 @@ use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::scores::ScoreMaker;
 use crate::rl::unsupervised::Unsupervised;
+use crate::run::Runtime;
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
 use crate::run::session::{Opening, Progress, take_snapshot};
@@ -38,7 +39,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl PpoTrainer {
-    /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts.
+    /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts; on the ranks of this process.
     ///
     /// # Errors
     /// If an input is missing or invalid, or there is no reward; nothing is written.
@@ -53,12 +54,13 @@ impl PpoTrainer {
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         let run = PpoRun::new(config)?;
         // A resumed run reads the commits of its start.
-        Self::load(run, more, Start::find(&config.run)?.found()?)
+        let found = Start::find(&config.run)?.found()?;
+        Self::load(run, more, found, &Runtime::from(Console::Silent).world)
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start.
-    pub(super) fn load(run: PpoRun, more: Rewards, found: Found) -> Result<Self> {
-        let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::of_run(&run, more, found)?;
+    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start, on the ranks `world`.
+    pub(super) fn load(run: PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
+        let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::of_run(&run, more, found, world)?;
         let mut trainer = Self::of_parts(run, parts)?;
         trainer.sampler.environment = environment;
         (trainer.data.cursor, trainer.record.prompt_notes, trainer.record.commits) = (cursor, notes, commits);
@@ -302,21 +304,21 @@ impl Loaded {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn of_run(run: &PpoRun, more: Rewards, found: Found) -> Result<Self> {
-        let (world, config) = (World::of_process(), &run.config);
-        let _date = found.fix_date(&world)?;
+    pub(crate) fn of_run(run: &PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
+        let config = &run.config;
+        let _date = found.fix_date(world)?;
         let asked = AskedHub::with(found.commits);
-        check_sync(config, &world)?;
+        check_sync(config, world)?;
         check_rewards(config, run.rewards.iter().map(Spec::name).chain(more.names()))?;
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
-        asked.download(&world, &paths_read(run), || {
+        asked.download(world, &paths_read(run), || {
             Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
             Folders::find(run, &mut Inputs::default()).map(drop)
         })?;
-        world.agree(Self::load(run, more, &asked))
+        world.agree(Self::load(run, more, &asked, world))
     }
 
-    fn load(run: &PpoRun, more: Rewards, asked: &AskedHub) -> Result<Self> {
+    fn load(run: &PpoRun, more: Rewards, asked: &AskedHub, world: &World) -> Result<Self> {
         let config = &run.config;
         // Cheap checks first: weights may be gigabytes.
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -324,7 +326,7 @@ impl Loaded {
         let mut inputs = Inputs::default();
         let folders = Folders::find(run, &mut inputs)?;
         let optional: Vec<_> = folders.specs.iter().filter_map(Spec::optional_column).collect();
-        let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(run, more, folders)?;
+        let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(run, more, folders, world)?;
         let environment = start_environment(config, &tokenizer, &mut rewards)?;
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
@@ -366,27 +368,27 @@ impl Models {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn of_run(run: &PpoRun, more: Rewards) -> Result<Self> {
-        let (world, config) = (World::of_process(), &run.config);
+    pub(crate) fn of_run(run: &PpoRun, more: Rewards, world: &World) -> Result<Self> {
+        let config = &run.config;
         let asked = AskedHub::with(Commits::new());
         check_rewards(config, run.rewards.iter().map(Spec::name).chain(more.names()))?;
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
-        asked.download(&world, &paths_read(run), || Folders::find(run, &mut Inputs::default()).map(drop))?;
+        asked.download(world, &paths_read(run), || Folders::find(run, &mut Inputs::default()).map(drop))?;
         let load = || {
-            let models = Self::load(run, more, Folders::find(run, &mut Inputs::default())?)?;
+            let models = Self::load(run, more, Folders::find(run, &mut Inputs::default())?, world)?;
             let (reference, rewards) = (models.reference.as_ref(), &models.rewards);
             prompt_limit_of(&models.learner, reference, rewards, config.response_length)?;
             Ok(models)
         };
         let mut models = world.agree(load())?;
         if let Some(reference) = &mut models.reference {
-            reference.shard(&world, run.learner.policy_stage);
+            reference.shard(world, run.learner.policy_stage);
         }
         models.learner.policy.set_generation(generation_settings(config));
         Ok(models)
     }
 
-    fn load(run: &PpoRun, more: Rewards, folders: Folders) -> Result<Self> {
+    fn load(run: &PpoRun, more: Rewards, folders: Folders, world: &World) -> Result<Self> {
         let config = &run.config;
         // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
         // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
@@ -395,20 +397,20 @@ impl Models {
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         tokenizer.set_chat_variables(config.data.chat_template.variables());
-        let (policy, reference) = load_policy(run, &dir, frozen)?;
+        let (policy, reference) = load_policy(run, &dir, frozen, world)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let mut notes = notes_on_weights(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
-        rewards.shard(&World::of_process(), config.frozen_stage());
+        rewards.shard(world, config.frozen_stage());
         offload_frozen(config, reference.as_ref(), Some(&rewards))?;
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
         }
         let place = config.run.state_place();
-        let learner = |policy, value| Learner::with_state_at(policy, value, run.learner.clone(), place.as_ref());
+        let learner = |policy, value| Learner::on_ranks(world, (policy, value), run.learner.clone(), place.as_ref());
         let learner = if !run.needs_critic {
             learner(policy, ValueModel::None)?
         } else if config.legacy.value_head {
@@ -464,19 +466,18 @@ fn undropped(lora: LoraConfig) -> LoraConfig {
 
 /// Loads the policy, and the reference model if the settings use one: the policy without its adapter, with shared lower layers, or a
 /// frozen copy.
-fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions) -> Result<(CausalLm, Option<CausalLm>)> {
+fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions, world: &World) -> Result<(CausalLm, Option<CausalLm>)> {
     let config = &run.config;
     let lora = config.peft.lora().map(undropped);
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
     // An adapter in the folder (SFT's) is merged, into the reference too.
     policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     // Each model is divided over the ranks at once, so that no more than one is whole in memory while models are loaded.
-    let world = World::of_process();
     let divide = |policy: &mut CausalLm| {
         // A value head is still to come into the policy's memory.
         if !config.legacy.value_head {
             policy.set_trainable(true);
-            policy.shard(&world, run.learner.policy_stage);
+            policy.shard(world, run.learner.policy_stage);
         }
     };
     let reference = match (&lora, config.legacy.num_shared_layers) {
@@ -494,7 +495,7 @@ fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions) -> Result<(Causal
         }
         (None, None) => {
             divide(&mut policy);
-            run.has_reference.then(|| load_reference(config, dir, frozen, &world)).transpose()?
+            run.has_reference.then(|| load_reference(config, dir, frozen, world)).transpose()?
         }
     };
     Ok((policy, reference))
@@ -732,8 +733,8 @@ fn check_cuts(config: &PpoConfig, rewards: &Rewards, prompts: &LoadedPrompts) ->
 ///
 /// # Errors
 /// If the run may not write there, or cannot resume.
-pub(super) fn open(run: &PpoRun) -> Result<Opening> {
-    Opening::new(&run.config.run, COMMAND, &run.config, &paths_read(run))
+pub(super) fn open(run: &PpoRun, world: &World) -> Result<Opening> {
+    Opening::new(world, COMMAND, (&run.config, &run.config.run), &paths_read(run))
 }
 
 /// Returns the paths that a run reads, as its settings name them, with those of its rewards.
@@ -893,7 +894,7 @@ mod tests {
         (config.legacy.num_shared_layers, config.legacy.value_head) = (Some(1), true);
         (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
         let run = PpoRun::new(&config).unwrap();
-        let mut parts = Loaded::of_run(&run, Rewards::new(), Found::default()).unwrap().parts;
+        let mut parts = Loaded::of_run(&run, Rewards::new(), Found::default(), &World::single()).unwrap().parts;
         let own = |parts: &PpoParts| -> Vec<_> {
             let reference = parts.reference.as_ref().unwrap();
             let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));

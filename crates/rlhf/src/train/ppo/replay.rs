@@ -11,6 +11,7 @@ use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
+use crate::run::Runtime;
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
@@ -63,11 +64,12 @@ struct RecordedReward {
 /// An update of a run that can be computed again: its rollout file, and the checkpoint before it.
 ///
 /// ```no_run
+/// use rlhf::run::Console;
 /// use rlhf::train::ppo::RecordedUpdate;
 /// # fn main() -> rlhf::Result<()> {
 /// # let config: rlhf::settings::PpoConfig = todo!();
 /// // `config` has the settings of the run, some of them changed.
-/// let replayed = RecordedUpdate::open("runs/ppo", 3)?.replay(&config, "runs/ppo-replay-3")?;
+/// let replayed = RecordedUpdate::open("runs/ppo", 3)?.replay(&config, "runs/ppo-replay-3", Console::Silent)?;
 /// println!("{:?}", replayed.verdict());
 /// # Ok(())
 /// # }
@@ -155,8 +157,13 @@ impl RecordedUpdate {
     /// # Errors
     /// If a setting differs from the run's that decides what was sampled or read; if models or data have changed since; if `output_dir`
     /// holds anything or lies in the run's folder; if there are several ranks, but not as many as in the run.
-    pub fn replay(&self, config: &PpoConfig, output_dir: impl AsRef<Path>) -> Result<Replayed> {
-        let world = World::of_process();
+    pub fn replay(
+        &self,
+        config: &PpoConfig,
+        output_dir: impl AsRef<Path>,
+        runtime: impl Into<Runtime>,
+    ) -> Result<Replayed> {
+        let Runtime { world, .. } = runtime.into();
         self.check_ranks(world.size())?;
         // Batches have the sizes that the run's ranks gave them.
         as_ranks(self.ranks(), || self.replay_on(&world, config, output_dir.as_ref()))
@@ -177,7 +184,7 @@ impl RecordedUpdate {
             ));
         }
         world.agree(self.check_output(out))?;
-        let mut trainer = self.trainer(run, &changes)?;
+        let mut trainer = self.trainer(run, &changes, world)?;
         let (metrics, mut tensors) = observed_update(&mut trainer)?;
         let prompt_rows: Vec<i64> = self.rows.iter().map(|row| row.prompt_row as i64).collect();
         tensors.push(("rollout.prompt_rows".into(), Tensor::from_slice(&prompt_rows)));
@@ -245,7 +252,7 @@ impl RecordedUpdate {
     }
 
     /// Loads the run as it was before the update, with its recorded responses as the next ones.
-    fn trainer(&self, mut run: PpoRun, changes: &[Change]) -> Result<PpoTrainer> {
+    fn trainer(&self, mut run: PpoRun, changes: &[Change], world: &World) -> Result<PpoTrainer> {
         // No part of the run is computed from these.
         let config = &mut run.config;
         config.run.output_dir.clone_from(&self.run);
@@ -261,7 +268,7 @@ impl RecordedUpdate {
         }
         let found = Found::read(&self.record.parts())?;
         let stand_ins = self.stand_ins(run.rewards.len())?;
-        let mut trainer = PpoTrainer::load(run, stand_ins, found)?;
+        let mut trainer = PpoTrainer::load(run, stand_ins, found, world)?;
         let changed = trainer.record.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
@@ -420,9 +427,12 @@ impl RecordedUpdate {
 
     /// Compares the replayed update with the run.
     fn compared(&self, trainer: &PpoTrainer, metrics: &Metrics, changes: Vec<Change>, out: &Path) -> Result<Replayed> {
-        let size = World::of_process().size();
-        let bound =
-            if self.ranks() == size { Bound::Bits } else { Bound::of_rounding(trainer.run.config.run.is_low_precision()) };
+        let size = trainer.learner.world.size();
+        let bound = if self.ranks() == size {
+            Bound::Bits
+        } else {
+            Bound::of_rounding(trainer.run.config.run.is_low_precision())
+        };
         let line = metrics_line(&self.run, self.update)?;
         let compared = line.map(|line| compare::metrics(&line, metrics, bound));
         let place = self.run.join(name_of(self.update));

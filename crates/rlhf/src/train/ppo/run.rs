@@ -6,6 +6,7 @@ use super::state::PpoState;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
+use crate::run::Runtime;
 use crate::run::card::command_to_try;
 use crate::run::checkpoint::{Epochs, FixedState, OPTIMIZER, Saved, is_due};
 use crate::run::event::{Evaluation, Event, SampleSource};
@@ -56,7 +57,7 @@ impl PpoTrainer {
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
         let config = self.run.config.clone();
         let opening = match self.record.opening.take() {
-            None if !self.course.progress.has_begun() => Some(open(&self.run)?),
+            None if !self.course.progress.has_begun() => Some(open(&self.run, &self.learner.world)?),
             opening => opening,
         };
         let spec = RunSpec {
@@ -71,11 +72,12 @@ impl PpoTrainer {
             epochs: Epochs { per_update: self.plan.prompts, len: self.data.prompts.len() },
         };
         self.warn_of_retries();
-        let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
+        let runtime = Runtime { world: self.learner.world.clone(), console: self.console };
+        let mut session = Session::begin(self, opening, &spec, Vec::new(), &runtime)?;
         session.watch(watcher);
         let ended = self.run_updates(&mut session);
         let ended = session.end(self, ended);
-        leave_report(&config.run, session.console());
+        leave_report(&config.run, &self.learner.world, session.console());
         let done = ended?;
         let row = self.data.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
@@ -226,7 +228,8 @@ impl PpoTrainer {
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.monitor.skips.warning(self.course.progress.done, self.run.config.alarms.max_skipped_updates)?;
+        let message =
+            self.monitor.skips.warning(self.course.progress.done, self.run.config.alarms.max_skipped_updates)?;
         self.monitor.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }

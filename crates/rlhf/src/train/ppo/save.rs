@@ -39,7 +39,8 @@ impl PpoTrainer {
         for (metric, name, decimals) in CARD_METRICS {
             facts.extend(self.monitor.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
         }
-        let (base_model, is_adapter) = (Some(self.run.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
+        let (base_model, is_adapter) =
+            (Some(self.run.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
         let command = self.run.config.preset.command();
         Card { command, base_model, is_adapter, facts: &facts }.write(dir)
     }
