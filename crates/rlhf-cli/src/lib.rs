@@ -21,7 +21,7 @@ use std::time::Duration;
 use rlhf::device::{Device, load_ahead};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
-use rlhf::run::{Console, announce, clear_bar, report_error};
+use rlhf::run::{Console, Runtime, announce, clear_bar, report_error};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, RunConfig};
 use rlhf::signals::{STOPPING, below_interrupt, end_process, is_complete, request_stop_on_signals, stopping_signals};
@@ -109,18 +109,21 @@ fn run_task(task: &Task) -> Result<u8> {
         cli::plan::warn(task);
     }
     join_ranks(task)?;
-    let console = if World::of_process().is_main() { Console::detect() } else { Console::Silent };
+    let world = World::of_process();
+    let console = if world.is_main() { Console::detect() } else { Console::Silent };
+    let runtime = &Runtime { world, console };
+    let world = &runtime.world;
     match task {
-        Task::Sft(config) => rlhf::train::sft::sft(config, console),
-        Task::Reward(config) if config.eval_only => cli::score::evaluate(config),
-        Task::Reward(config) => rlhf::train::reward_model::reward(config, console),
-        Task::Dpo(config) => rlhf::train::dpo::dpo(config, console),
-        Task::Distill(config) => rlhf::train::distill::distill(config, console),
-        Task::Ppo(config) => rlhf::train::ppo::ppo(config, console),
-        Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, console),
-        Task::Generate(config) => cli::generate::generate(config),
-        Task::Logprobs(config) => cli::logprobs::logprobs(config),
-        Task::Score(config) => cli::score::score(config),
+        Task::Sft(config) => rlhf::train::sft::sft(config, runtime),
+        Task::Reward(config) if config.eval_only => cli::score::evaluate(config, runtime),
+        Task::Reward(config) => rlhf::train::reward_model::reward(config, runtime),
+        Task::Dpo(config) => rlhf::train::dpo::dpo(config, runtime),
+        Task::Distill(config) => rlhf::train::distill::distill(config, runtime),
+        Task::Ppo(config) => rlhf::train::ppo::ppo(config, runtime),
+        Task::Pipeline(config) => rlhf::train::pipeline::pipeline(config, runtime),
+        Task::Generate(config) => cli::generate::generate(config, world),
+        Task::Logprobs(config) => cli::logprobs::logprobs(config, world),
+        Task::Score(config) => cli::score::score(config, world),
         // These need one process.
         Task::Eval(_)
         | Task::Merge(_)
@@ -147,8 +150,8 @@ fn run_task(task: &Task) -> Result<u8> {
         Task::Plan(task) => cli::plan::plan(task),
         Task::Chat(config) => cli::chat::chat(config),
         Task::Serve(config) => cli::serve::serve(config),
-        Task::Session(config) => cli::session::session(config, take_panic),
-        Task::Replay(task) => cli::replay::replay(task),
+        Task::Session(config) => cli::session::session(config, world, take_panic),
+        Task::Replay(task) => cli::replay::replay(task, runtime),
         Task::Launch(config) => return cli::launch::launch(config),
         Task::Completions(config) => cli::completions::completions(config),
         Task::Schema(config) => cli::schema::schema(config),

@@ -32,6 +32,8 @@ const PROTOCOL: u64 = 1;
 
 /// The parts of the program that a session is given.
 pub(crate) struct Host<'a> {
+    /// The ranks that compute together.
+    pub(crate) world: &'a World,
     /// Reads the settings of an engine.
     pub(crate) read_settings: &'a ReadSettings,
     /// The message of the last panic.
@@ -181,7 +183,7 @@ impl Session<'_> {
             return Err(Failure::usage("arrays", format!("arrays: expected frames or lists, found {arrays}")));
         }
         (self.inline, self.greeted) = (arrays == "lists", true);
-        let world = World::of_process();
+        let world = self.host.world;
         reply.set("protocol", PROTOCOL);
         reply.set("version", env!("CARGO_PKG_VERSION"));
         reply.set("loops", json!({"step": StepLoop::METHODS, "engine": EngineLoop::METHODS}));

@@ -114,7 +114,7 @@ fn the_trainers_settings_count_where_they_change_between_updates_and_where_the_l
     let mut other = PpoTrainer::new(&config, parts(&narrow)).unwrap();
     assert_eq!(clipped(&mut other), usual);
     // Nearly every token of the second epoch is beyond so narrow a range, about half of them on the side that is clipped.
-    plain.config.cliprange = 1e-9;
+    plain.set_config(&narrow).unwrap();
     let found = clipped(&mut plain);
     assert!(usual < 0.1 && found > 0.15, "{usual}, then {found}");
 }

@@ -2,6 +2,7 @@
 //! run scored again.
 
 use crate::cli::{PPO, REWARD, Scratch, json_lines};
+use rlhf::run::Console;
 use rlhf::settings::RewardConfig;
 use rlhf::train::reward_model::evaluate;
 use serde_json::{Map, Value, json};
@@ -60,9 +61,9 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
     assert_eq!(json_lines(&by_file)[0]["pairs"], 5);
     let mut config = RewardConfig::new(scratch.path("out"), scratch.path("held.jsonl"), "");
     (config.eval_only, config.data.dataset_columns) = (true, vec!["prompt=question".into()]);
-    let found = evaluate(&config).unwrap();
+    let found = evaluate(&config, Console::Silent).unwrap();
     assert!((found.metrics.get("eval_margin").unwrap() - number(&of_all, "eval_margin")).abs() < 1e-5);
-    let error = rlhf::train::reward_model::reward(&config, rlhf::run::Console::Silent).unwrap_err().to_string();
+    let error = rlhf::train::reward_model::reward(&config, Console::Silent).unwrap_err().to_string();
     assert!(error.starts_with("eval_only = true: expected false"), "{error}");
 }
 

@@ -34,7 +34,7 @@ fn recorded_groups(dir: &Path) -> PpoConfig {
 /// Replays an update into the folder `name` beside the run.
 fn replay(config: &PpoConfig, update: usize, changed: &PpoConfig, name: &str) -> rlhf::Result<Replayed> {
     let out = config.run.output_dir.with_file_name(name);
-    RecordedUpdate::open(&config.run.output_dir, update)?.replay(changed, out)
+    RecordedUpdate::open(&config.run.output_dir, update)?.replay(changed, out, Console::Silent)
 }
 
 /// Trains, and checks that these updates, replayed, are those of the run.

@@ -18,7 +18,7 @@ fn show(trainer: &PpoTrainer) -> rlhf::Result<()> {
     let starts = ["This comedy", "Leo Sato's", "The story of a"];
     let prompts: Vec<Vec<i64>> =
         starts.iter().map(|text| trainer.tokenizer.encode(text)).collect::<rlhf::Result<_>>()?;
-    let config = &trainer.config;
+    let config = trainer.config();
     let sampling = Sampling::at_temperature(config.temperature);
     let responses =
         generate(&trainer.learner.policy, &prompts, &GenerationConfig::new(sampling, config.response_length))?;

@@ -23,7 +23,7 @@ mod texts;
 mod unread;
 
 pub use columns::Columns;
-pub use cursor::Cursor;
+pub use cursor::{Cursor, CursorState};
 pub use dataset::Dataset;
 pub(crate) use demonstrations::TEMPLATE_FLAG;
 pub use demonstrations::{Demonstration, DemonstrationOptions};

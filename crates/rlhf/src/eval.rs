@@ -85,9 +85,9 @@ enum Side {
 /// If a setting, a model, a row or the folder is not what it should be; if the judge fails several times in a row, or gives no verdict
 /// at all. Everything that is written stays.
 pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
-    config.check()?;
+    let rewards = config.checked()?;
     let pairs = PairJudge::new(&config.judge)?;
-    let specs = resolve(config)?;
+    let specs = resolve(&rewards)?;
     let models = Models::find(config)?;
     // An evaluation that continues on another day has the same prompts.
     let date = results::date_of(config)?;

@@ -14,7 +14,7 @@ mod stages;
 mod table;
 mod work;
 
-use crate::reward::{Spec, specs};
+use crate::reward::Spec;
 use crate::settings::{DpoConfig, GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
 use crate::train::ppo;
@@ -364,13 +364,15 @@ impl PlannedRun {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// Checks every setting, and returns the rewards of the run.
+    fn check(&self) -> Result<Vec<Spec>> {
         match self {
-            Self::Sft(config) => config.check(),
-            Self::Reward(config) => config.check(),
-            Self::Dpo(config) => config.check(),
-            Self::Ppo(config) => config.check(),
+            Self::Sft(config) => config.check()?,
+            Self::Reward(config) => config.check()?,
+            Self::Dpo(config) => config.check()?,
+            Self::Ppo(config) => return config.checked(),
         }
+        Ok(Vec::new())
     }
 }
 
@@ -409,12 +411,11 @@ pub fn generation(config: &GenerateConfig, options: &PlanOptions) -> Result<Plan
 }
 
 /// Refuses what PPO refuses before it loads weights, by its settings and the configurations of its models.
-fn check_ppo(run: &PlannedRun, models: &Models) -> Result<()> {
+fn check_ppo(run: &PlannedRun, rewards: &[Spec], models: &Models) -> Result<()> {
     let PlannedRun::Ppo(config) = run else { return Ok(()) };
     ppo::check_eval_prompts(config)?;
-    let specs = specs(config)?;
-    ppo::check_rewards(config, specs.iter().map(Spec::name))?;
-    ppo::check_reward_models(config, &specs, &config.sft_model_path)?;
+    ppo::check_rewards(config, rewards.iter().map(Spec::name))?;
+    ppo::check_reward_models(config, rewards, &config.sft_model_path)?;
     let (most, shared) = (models.policy().num_hidden_layers - 1, config.legacy.num_shared_layers.unwrap_or(0));
     if shared as i64 <= most || config.peft.use_peft {
         Ok(())
@@ -429,10 +430,10 @@ fn check_ppo(run: &PlannedRun, models: &Models) -> Result<()> {
 /// [`plan`] of a run whose models may be those that earlier stages will write.
 fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<Plan> {
     as_ranks(options.ranks * options.machines, || {
-        run.check()?;
+        let rewards = run.check()?;
         let device = device_of(run.run().device)?;
-        let models = Models::find(run, made)?;
-        check_ppo(run, &models)?;
+        let models = Models::find(run, &rewards, made)?;
+        check_ppo(run, &rewards, &models)?;
         let rows = Rows::read(run, &models)?;
         let machine = Machine::find(device, options);
         let job = Job::new(run, &models, &rows, machine)?;
@@ -473,7 +474,7 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
 /// if that is not known, as where a model is still to be downloaded.
 pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
     let found = || -> Result<Option<String>> {
-        let models = Models::find_local(run)?;
+        let models = Models::find_local(run, &run.check()?)?;
         let machine = Machine::find(device_of(run.run().device)?, options);
         let rows = Rows::unread(run);
         let memory = Job::new(run, &models, &rows, machine)?.memory();

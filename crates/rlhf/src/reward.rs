@@ -28,7 +28,7 @@ pub(crate) use optional::check_columns;
 pub use retry::RetryPolicy;
 pub(crate) use retry::{Failure, Retries, excerpt};
 pub use rules::Rule;
-pub use scaling::{Normalize, ScoreScaling, ScoreTransform};
+pub use scaling::{Moments, Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use sources::{function_files, program_files};
@@ -46,9 +46,9 @@ use rlhf_base::offload::Offload;
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
 use rlhf_lm::tokenizer::Tokenizer;
-use scaling::Moments;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 use std::sync::Arc;
 use std::time::Instant;
@@ -61,6 +61,15 @@ pub struct Scores {
     pub responses: Tensor,
     /// One score per token, one row per response, if a reward returns scores per token.
     pub tokens: Option<Vec<Vec<f32>>>,
+}
+
+impl Scores {
+    /// Returns the total score of each response, `[B]` f32.
+    pub(crate) fn totals(&self) -> Tensor {
+        let Some(tokens) = &self.tokens else { return self.responses.shallow_clone() };
+        let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
+        &self.responses + Tensor::from_slice(&sums).to(self.responses.device())
+    }
 }
 
 impl From<Tensor> for Scores {
@@ -307,6 +316,11 @@ impl From<SentScore> for Score {
             SentScore::Absent => Self::Absent,
         }
     }
+}
+
+/// Numbers in f32, as the models' are.
+fn f32s(numbers: &[f64]) -> Vec<f32> {
+    numbers.iter().map(|&number| number as f32).collect()
 }
 
 /// The use of scores, which decides whether running moments normalize them.
@@ -644,23 +658,19 @@ impl Rewards {
     }
 
     /// Returns the state for a checkpoint: the running moments by reward.
-    pub fn state(&self) -> Value {
+    pub fn state(&self) -> BTreeMap<String, Moments> {
         let normalized = self.components.iter().filter(|c| c.transform.normalize != Normalize::None);
-        Value::Object(normalized.map(|c| (c.name.clone(), c.moments.state())).collect::<Map<_, _>>())
+        normalized.map(|c| (c.name.clone(), c.moments)).collect()
     }
 
     /// Restores the state that [`Rewards::state`] returned.
     ///
     /// # Errors
     /// If it lacks the running moments of a reward that is normalized.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
+    pub fn load_state(&mut self, state: &BTreeMap<String, Moments>) -> Result<()> {
         for component in self.components.iter_mut().filter(|c| c.transform.normalize != Normalize::None) {
-            let found = &state[&component.name];
-            component.moments = Moments::from_state(found).ok_or_else(|| {
-                Error::Run(format!(
-                    "reward `{}`: expected its running moments (count, mean, m2), found {found}",
-                    component.name
-                ))
+            component.moments = *state.get(&component.name).ok_or_else(|| {
+                Error::Run(format!("reward `{}`: expected its running moments, found none", component.name))
             })?;
         }
         Ok(())
@@ -769,11 +779,13 @@ impl Scored {
 
     /// Returns the scores for a rollout, in f32.
     pub fn to_scores(&self, device: Device) -> Scores {
-        let f32s = |numbers: &Vec<f64>| numbers.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-        Scores {
-            responses: Tensor::from_slice(&f32s(&self.responses)).to_device(device),
-            tokens: self.tokens.as_ref().map(|rows| rows.iter().map(f32s).collect()),
-        }
+        let tokens = self.tokens.as_ref().map(|rows| rows.iter().map(|row| f32s(row)).collect());
+        Scores { responses: Tensor::from_slice(&f32s(&self.responses)).to_device(device), tokens }
+    }
+
+    /// Returns the total scores without normalization for a rollout, in f32.
+    pub(crate) fn to_raw_scores(&self, device: Device) -> Scores {
+        Tensor::from_slice(&f32s(&self.raw)).to_device(device).into()
     }
 
     /// Adds mean, standard deviation and time of each reward to the metrics. `docs/reference/metrics.md` defines them.
@@ -963,7 +975,7 @@ mod tests {
         assert!(scored.responses.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-12));
         assert_eq!(scored.raw, [20.5, 40.0, 0.0, 2.0]);
         assert_eq!(scored.unscored(), [false, false, true, false]);
-        assert_eq!(rewards.state()["other"]["count"], 2.0);
+        assert_eq!(rewards.state()["other"].count, 2.0);
         let warning = scored.warning.as_deref().unwrap();
         assert!(warning.starts_with("row 3 of 4 (prompt \"prompt 2\"): no reward gave it a score"), "{warning}");
         // Scaling by running moments leaves it 0, and out of them.
@@ -1057,11 +1069,11 @@ mod tests {
         for numbers in &batches[..2] {
             first.components[0].moments.update(numbers);
         }
-        let state = serde_json::from_str(&first.state().to_string()).unwrap();
+        let state = serde_json::from_str(&serde_json::to_string(&first.state()).unwrap()).unwrap();
         let mut resumed = Rewards::new().with_transform("a", constant(&[]), normalized());
         resumed.load_state(&state).unwrap();
         assert_eq!(run(&mut resumed, 2), whole[4..], "bit for bit");
-        let error = resumed.load_state(&json!({"b": {}})).unwrap_err().to_string();
+        let error = resumed.load_state(&BTreeMap::new()).unwrap_err().to_string();
         assert!(error.contains("reward `a`") && error.contains("running moments"), "{error}");
     }
 
@@ -1071,9 +1083,9 @@ mod tests {
             Rewards::new().with_transform("a", constant(&[4.0]), transform(|s| s.normalize = Normalize::MeanStd));
         with_batch(&[1], |batch| {
             assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
-            assert_eq!(rewards.state()["a"]["count"], 0.0);
+            assert_eq!(rewards.state()["a"].count, 0.0);
             assert_eq!(rewards.score(batch, ScoreUse::Training).unwrap().responses, [0.0]);
-            assert_eq!(rewards.state()["a"]["count"], 1.0);
+            assert_eq!(rewards.state()["a"].count, 1.0);
             assert_eq!(rewards.score(batch, ScoreUse::Report).unwrap().responses, [4.0]);
         });
     }

@@ -17,6 +17,8 @@ mod metrics;
 pub mod reference;
 pub mod rollout;
 pub mod sampling;
+pub mod schedule;
+pub mod scores;
 pub(crate) mod settings;
 pub mod shaping;
 pub mod stats;

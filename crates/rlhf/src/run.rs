@@ -8,6 +8,7 @@
 //! | checkpoints, the best model | `checkpoint`, `best` |
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
 //! | whether a resumed run reads the same inputs, in an environment with the same results | `inputs`, `environment` |
+//! | the ranks and the console that the program hands to a run | `runtime` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | the turns of a response with tools, as all views show them | `turns` |
 //! | an update as the run recorded it, for a replay | `rollout_file` |
@@ -31,6 +32,7 @@ pub(crate) mod push;
 pub(crate) mod report;
 pub(crate) mod resolved;
 pub(crate) mod rollout_file;
+mod runtime;
 pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sinks;
@@ -52,6 +54,7 @@ pub use push::settings::{HubConfig, HubStrategy, HubToken};
 pub use rlhf_base::metrics::{Warning, WarningKind};
 pub use rlhf_base::signals::{clear_stop, request_stop, stop_on_signals, stop_requested};
 pub use rlhf_lm::optim::micro_batch::MicroBatchLimit;
+pub use runtime::Runtime;
 pub use settings::{CheckpointConfig, EvalConfig, Interval, Resume, RunConfig};
 pub use sinks::console::{Console, announce, clear_bar};
 pub use sinks::driver::{has_driver, report_error};

@@ -22,6 +22,7 @@ mod pipeline;
 mod plan;
 mod planning;
 mod ppo;
+mod ppo_run;
 mod presets;
 mod push;
 mod replay;
@@ -56,6 +57,7 @@ pub use planning::PlanFlags;
 pub use ppo::{
     GenerationBatchesConfig, LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig, ValuePeftConfig,
 };
+pub use ppo_run::PpoRun;
 pub use presets::{Preset, refused};
 pub use push::PushConfig;
 pub use replay::ReplayConfig;

@@ -11,8 +11,9 @@ pub mod reward_model;
 pub mod sft;
 mod supervised;
 
-use crate::data::{Cursor, Sources};
+use crate::data::{Cursor, CursorState, Sources};
 use crate::report;
+use crate::run::checkpoint::FixedState;
 use crate::run::inputs::Inputs;
 use crate::run::sinks::console::ConsoleOutput;
 use crate::settings::{DataConfig, EvalConfig, RunConfig};
@@ -24,21 +25,21 @@ use rlhf_lm::model::{BASE_MODEL, Dtype, ModelConfig, ModelHead, ModelOptions, Pa
 use rlhf_lm::optim::Optim;
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use rlhf_lm::tokenizer::Tokenizer;
-use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// Name of the loss scales in a checkpoint's state.
-const LOSS_SCALE: &str = "loss_scale";
-
 /// Restores the cursor from its state in a checkpoint.
-fn load_cursor(cursor: &mut Cursor, state: &Value, run: &RunConfig) -> Result<()> {
-    if run.checkpoints.resume_with_changed_inputs { cursor.load_place(state) } else { cursor.load_state(state) }
+fn load_cursor(cursor: &mut Cursor, state: &CursorState, run: &RunConfig) -> Result<()> {
+    if run.checkpoints.resume_with_changed_inputs {
+        cursor.restore(state.taken);
+        return Ok(());
+    }
+    cursor.load_state(state)
 }
 
 /// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
-/// console. A report that cannot be written is a warning.
-fn leave_report(run: &RunConfig, console: &ConsoleOutput) {
-    if !World::of_process().is_main() {
+/// console. A report that cannot be written is a warning. Rank 0 alone does so.
+fn leave_report(run: &RunConfig, world: &World, console: &ConsoleOutput) {
+    if !world.is_main() {
         return;
     }
     match report::leave(&run.output_dir, !run.no_report) {
@@ -152,21 +153,16 @@ fn model_options(run: &RunConfig) -> Result<ModelOptions> {
     })
 }
 
-/// Returns the parts of a checkpoint's state that no update changes: the size of micro-batches, the commits of the hub, and
-/// digests of what the run reads.
+/// Returns the part of a checkpoint's state that no update changes.
 fn fixed_state(
     run: &RunConfig,
     device: tch::Device,
     micro_batch_tokens: usize,
     commits: &Commits,
     inputs: &Inputs,
-) -> Map<String, Value> {
+) -> FixedState {
     let micro_batch = MicroBatchSettings::from(run).state(device, micro_batch_tokens);
-    Map::from_iter([
-        ("micro_batch".into(), micro_batch),
-        ("commits".into(), json!(commits)),
-        ("inputs".into(), inputs.state()),
-    ])
+    FixedState { micro_batch, commits: commits.clone(), inputs: inputs.state(), checks: None, own: None }
 }
 
 /// Returns a warning about data that do not fill one update.

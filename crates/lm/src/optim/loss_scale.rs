@@ -4,7 +4,6 @@ use rlhf_base::name_of;
 use rlhf_base::schema::{SPEED, Settings, above_zero, all, at_least_one, defaults, expect, no_effect};
 use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use std::fmt::Display;
 
 /// Maximum power of a loss scale: with a larger one a scaled loss can overflow f32.
@@ -100,11 +99,12 @@ impl Fp16Config {
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossScaler {
     config: LossScaleConfig,
-    state: State,
+    state: LossScaleState,
 }
 
+/// The state of a [`LossScaler`] in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct State {
+pub struct LossScaleState {
     scale: f64,
     /// Overflows until the scale is halved.
     patience: usize,
@@ -118,7 +118,7 @@ impl LossScaler {
     /// Creates the scale with its first value, `2^initial_scale_power`.
     pub fn new(config: &LossScaleConfig) -> Self {
         let scale = config.initial_scale();
-        let state = State { scale, patience: config.hysteresis, steps: 0, overflows: 0 };
+        let state = LossScaleState { scale, patience: config.hysteresis, steps: 0, overflows: 0 };
         Self { config: config.clone(), state }
     }
 
@@ -140,7 +140,7 @@ impl LossScaler {
         if norm.is_finite() {
             state.steps += 1;
             if state.steps == config.loss_scale_window {
-                *state = State { scale: state.scale * 2.0, patience: config.hysteresis, steps: 0, ..*state };
+                *state = LossScaleState { scale: state.scale * 2.0, patience: config.hysteresis, steps: 0, ..*state };
             }
             return false;
         }
@@ -157,20 +157,19 @@ impl LossScaler {
     }
 
     /// Returns the state for a checkpoint.
-    pub fn state(&self) -> Value {
-        json!(self.state)
+    pub fn state(&self) -> LossScaleState {
+        self.state.clone()
     }
 
     /// Restores the state that [`LossScaler::state`] returned.
     ///
     /// # Errors
-    /// If `state` is not such a state.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let read: State = serde_json::from_value(state.clone()).map_err(|e| Error::Run(format!("loss scale: {e}")))?;
-        if !(read.scale.is_finite() && read.scale > 0.0) {
-            return Err(Error::Run(format!("loss scale: expected a number above 0, found {}", read.scale)));
+    /// If its scale is no number above 0.
+    pub fn load_state(&mut self, state: &LossScaleState) -> Result<()> {
+        if !(state.scale.is_finite() && state.scale > 0.0) {
+            return Err(Error::Run(format!("loss scale: expected a number above 0, found {}", state.scale)));
         }
-        self.state = read;
+        self.state = state.clone();
         Ok(())
     }
 }
@@ -228,12 +227,12 @@ mod tests {
             let mut whole = scaler(10, 4, 2, 1.0);
             course(&mut whole, &steps[..cut]);
             let mut resumed = scaler(10, 4, 2, 1.0);
-            resumed.load_state(&serde_json::from_str(&whole.state().to_string()).unwrap()).unwrap();
+            let text = serde_json::to_string(&whole.state()).unwrap();
+            resumed.load_state(&serde_json::from_str(&text).unwrap()).unwrap();
             assert_eq!(course(&mut whole, &steps[cut..]), course(&mut resumed, &steps[cut..]), "after {cut}");
             assert_eq!(whole, resumed);
         }
-        for state in [json!({"scale": 1.0}), json!({"scale": -1.0, "patience": 1, "steps": 0, "overflows": 0})] {
-            assert!(scaler(4, 3, 1, 1.0).load_state(&state).unwrap_err().to_string().starts_with("loss scale"));
-        }
+        let state = LossScaleState { scale: -1.0, ..scaler(4, 3, 1, 1.0).state() };
+        assert!(scaler(4, 3, 1, 1.0).load_state(&state).unwrap_err().to_string().starts_with("loss scale"));
     }
 }

@@ -3,8 +3,7 @@
 use crate::model::Param;
 use rlhf_base::device::memory;
 use rlhf_base::schema::{ByteSize, Setting};
-use serde::Serialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use std::fmt::{Display, Formatter};
 
 /// Memory that activations may always take, in bytes.
@@ -116,6 +115,17 @@ pub struct MicroBatchSettings {
     pub gradient_checkpointing: bool,
 }
 
+/// The size of a run's micro-batches in a checkpoint, with what it depends on beside the machine's memory.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MicroBatchState {
+    /// Most tokens of a micro-batch.
+    pub tokens: usize,
+    device: String,
+    gradient_checkpointing: bool,
+    /// Whether the settings have a limit.
+    set: bool,
+}
+
 impl MicroBatchSettings {
     /// Returns [`micro_batch_tokens`] of these settings; `activation_bytes` returns the activation bytes per token, with gradient
     /// checkpointing and without.
@@ -125,21 +135,20 @@ impl MicroBatchSettings {
 
     /// Returns the number of tokens that a run was started with, from its `saved` [state](Self::state), if only the machine's
     /// memory can have changed it to `tokens`; else `tokens`. The micro-batches decide how sums are rounded.
-    pub fn resumed_tokens(self, device: tch::Device, tokens: usize, saved: Option<&Value>) -> usize {
-        let saved = saved.filter(|_| self.limit.is_none());
-        let number = saved.and_then(|saved| saved["tokens"].as_u64()).map(|number| number as usize);
-        number.filter(|&number| Some(&self.state(device, number)) == saved).unwrap_or(tokens)
+    pub fn resumed_tokens(self, device: tch::Device, tokens: usize, saved: &MicroBatchState) -> usize {
+        let is_kept = self.limit.is_none() && self.state(device, saved.tokens) == *saved;
+        if is_kept { saved.tokens } else { tokens }
     }
 
     /// Returns the most tokens of a micro-batch, with what the number depends on beside the machine's memory.
-    pub fn state(self, device: tch::Device, tokens: usize) -> Value {
-        json!({
-            "tokens": tokens,
+    pub fn state(self, device: tch::Device, tokens: usize) -> MicroBatchState {
+        MicroBatchState {
+            tokens,
             // Ranks have GPUs of other numbers.
-            "device": if device.is_cuda() { "Cuda".into() } else { format!("{device:?}") },
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "set": self.limit.is_some(),
-        })
+            device: if device.is_cuda() { "Cuda".into() } else { format!("{device:?}") },
+            gradient_checkpointing: self.gradient_checkpointing,
+            set: self.limit.is_some(),
+        }
     }
 
     /// Returns a description of the memory that a micro-batch of `tokens` tokens takes.
@@ -220,14 +229,13 @@ mod tests {
     fn a_resumed_run_keeps_the_size_of_its_micro_batches_where_only_memory_can_differ() {
         let (settings, cpu) = (MicroBatchSettings { limit: None, gradient_checkpointing: false }, tch::Device::Cpu);
         let saved = settings.state(cpu, 300);
-        assert_eq!(settings.resumed_tokens(cpu, 400, Some(&saved)), 300);
-        assert_eq!(settings.resumed_tokens(cpu, 400, None), 400);
-        assert_eq!(settings.resumed_tokens(tch::Device::Cuda(0), 400, Some(&saved)), 400);
+        assert_eq!(settings.resumed_tokens(cpu, 400, &saved), 300);
+        assert_eq!(settings.resumed_tokens(tch::Device::Cuda(0), 400, &saved), 400);
         for other in [
             MicroBatchSettings { gradient_checkpointing: true, ..settings },
             MicroBatchSettings { limit: Some(MicroBatchLimit::Tokens(400)), ..settings },
         ] {
-            assert_eq!(other.resumed_tokens(cpu, 400, Some(&saved)), 400);
+            assert_eq!(other.resumed_tokens(cpu, 400, &saved), 400);
         }
     }
 

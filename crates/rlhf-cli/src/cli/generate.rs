@@ -19,23 +19,22 @@ use serde_json::{Value, json};
 use super::rows::{Rows, is_typed, open_rows};
 
 /// Writes the responses to the prompts that `config` names.
-pub(crate) fn generate(config: &GenerateConfig) -> Result<()> {
+pub(crate) fn generate(config: &GenerateConfig, world: &World) -> Result<()> {
     config.check()?;
     let options = config.rows.compute.options()?;
-    let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl)?;
+    let mut rows = open_rows(&config.rows, config.input_format == Format::Jsonl, world)?;
     if !config.prompts.is_empty() {
         rows = RowReader::arguments(&config.prompts);
     }
-    let world = World::of_process();
     let terminal = world.any(world.is_main() && config.rows.output_file.is_none() && io::stdout().is_terminal())?;
     let mut generator = world.agree(Generator::load(config, options, terminal))?;
     if let Some(note) = generator.note().filter(|_| world.is_main()) {
         let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
     }
-    let mut out = Rows::new(&config.rows);
+    let mut out = Rows::new(&config.rows, world);
     // In parts, so that responses appear, and are written, as they are generated; each rank generates one part at a time. Parts do
     // not depend on the ranks, so that each response is the same with any number of ranks.
-    let (at_once, parts) = if config.prompts.is_empty() && is_typed(&config.rows)? {
+    let (at_once, parts) = if config.prompts.is_empty() && is_typed(&config.rows, world)? {
         (1, 1)
     } else {
         ((config.rows.batch_size / config.responses.num_return_sequences).max(1), world.size())

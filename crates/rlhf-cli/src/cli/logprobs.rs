@@ -11,10 +11,10 @@ use serde_json::json;
 use super::rows::{annotate, batches, check_finite, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with the log-probabilities of their responses.
-pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
+pub(crate) fn logprobs(config: &LogprobsConfig, world: &World) -> Result<()> {
     config.check()?;
     let options = config.rows.compute.options()?;
-    let rows = open_rows(&config.rows, true)?;
+    let rows = open_rows(&config.rows, true, world)?;
     let load = || {
         let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
@@ -23,9 +23,9 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
         tokenizer.check_fits(model.config(), dir)?;
         Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
-    let (tokenizer, model) = World::of_process().agree(load())?;
+    let (tokenizer, model) = world.agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
-    annotate(&config.rows, rows, &tokenizer, |part| {
+    annotate(&config.rows, rows, &tokenizer, world, |part| {
         let Some(part) = part else { return Ok(Vec::new()) };
         let texts = part.completions(&tokenizer, vocab, context)?;
         let span = |i: usize| texts[i].prompt_len..texts[i].tokens.len();
@@ -35,6 +35,7 @@ pub(crate) fn logprobs(config: &LogprobsConfig) -> Result<()> {
             texts.len(),
             &batches,
             |i| span(i).len(),
+            world,
             |batch| {
                 let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].tokens.as_slice()).collect();
                 let spans: Vec<_> = batch.iter().map(|&i| span(i)).collect();

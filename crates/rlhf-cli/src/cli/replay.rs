@@ -6,7 +6,8 @@ use std::path::Path;
 
 use clap::{Arg, ArgMatches, Command};
 use comfy_table::{Table, presets};
-use rlhf::dist::{World, as_ranks, num_ranks};
+use rlhf::dist::{as_ranks, num_ranks};
+use rlhf::run::Runtime;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, ReplayConfig};
 use rlhf::terminal::seven_digits;
@@ -128,7 +129,7 @@ fn words_of(arg: &Arg, flags: &ArgMatches) -> Vec<OsString> {
 }
 
 /// Computes the update again, and prints the comparison with the run.
-pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
+pub(crate) fn replay(task: &ReplayTask, runtime: &Runtime) -> Result<()> {
     let absolute = |path: &Path| std::path::absolute(path).map_err(Error::io("find", path));
     let (mut run, mut out) = (task.replay.run.clone(), task.replay.output_dir());
     let recorded = RecordedUpdate::open(&run, task.replay.update)?;
@@ -139,9 +140,9 @@ pub(crate) fn replay(task: &ReplayTask) -> Result<()> {
         (run, out) = (absolute(&run)?, absolute(&out)?);
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
     }
-    let world = World::of_process();
+    let world = &runtime.world;
     let recorded = world.agree(RecordedUpdate::open(&run, task.replay.update))?;
-    let replayed = recorded.replay(&task.ppo, &out)?;
+    let replayed = recorded.replay(&task.ppo, &out, runtime)?;
     if !world.is_main() {
         return Ok(());
     }

@@ -25,8 +25,7 @@ const BATCHES_AT_ONCE: usize = 8;
 ///
 /// # Errors
 /// If there is no such dataset, or the output file may not be written: found before any work is done.
-pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
-    let world = World::of_process();
+pub(crate) fn open_rows(config: &RowsConfig, json: bool, world: &World) -> Result<RowReader> {
     world.on_main(|| check_output_file(config))?;
     let rows = match &config.dataset_name {
         Some(name) => world.agree(config.split.find(name).and_then(|files| RowReader::of_files(&files)))?,
@@ -36,7 +35,7 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
             } else {
                 Box::new(io::stdin())
             };
-            RowReader::lines("standard input", BufReader::new(OfMain { input, world }), json)
+            RowReader::lines("standard input", BufReader::new(OfMain { input, world: world.clone() }), json)
         }
     };
     Ok(rows.with_columns(config.split.columns()?))
@@ -46,8 +45,7 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool) -> Result<RowReader> {
 ///
 /// # Errors
 /// If a rank has ended.
-pub(crate) fn is_typed(config: &RowsConfig) -> Result<bool> {
-    let world = World::of_process();
+pub(crate) fn is_typed(config: &RowsConfig, world: &World) -> Result<bool> {
     world.any(world.is_main() && is_terminal(config))
 }
 
@@ -270,11 +268,12 @@ pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,
     tokenizer: &Tokenizer,
+    world: &World,
     mut measure: impl FnMut(Option<&Dataset>) -> Result<Vec<Fields>>,
 ) -> Result<()> {
-    let at_once =
-        if config.batch_size == 1 || is_typed(config)? { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
-    let mut out = Rows::new(config);
+    let typed = config.batch_size == 1 || is_typed(config, world)?;
+    let at_once = if typed { 1 } else { config.batch_size.saturating_mul(BATCHES_AT_ONCE) };
+    let mut out = Rows::new(config, world);
     while let Some(part) = rows.next(at_once)? {
         if out.is_empty
             && out.world.is_main()
@@ -303,8 +302,8 @@ pub(super) struct Rows<'c> {
 }
 
 impl<'c> Rows<'c> {
-    pub(super) fn new(config: &'c RowsConfig) -> Self {
-        Self { config, world: World::of_process(), out: None, is_empty: true }
+    pub(super) fn new(config: &'c RowsConfig, world: &World) -> Self {
+        Self { config, world: world.clone(), out: None, is_empty: true }
     }
 
     /// Writes rows, which are the same on all ranks, so that a reader sees them at once.
@@ -336,7 +335,7 @@ impl<'c> Rows<'c> {
     }
 }
 
-/// Measures `batches` of the rows `0..count` of a part, which are divided over the ranks. Returns the numbers of each row, of which it has
+/// Measures `batches` of the rows `0..count` of a part, which are divided over the ranks `world`. Returns the numbers of each row, of which it has
 /// `len(row)`, on all ranks; `measure` returns those of a batch's rows, one row after another.
 ///
 /// The batches do not depend on the ranks, so that each number is the same with any number of ranks.
@@ -347,9 +346,9 @@ pub(super) fn numbers_of_rows(
     count: usize,
     batches: &[Vec<usize>],
     len: impl Fn(usize) -> usize,
+    world: &World,
     mut measure: impl FnMut(&[usize]) -> Result<Vec<f32>>,
 ) -> Result<Vec<Vec<f32>>> {
-    let world = World::of_process();
     let own = batches.iter().skip(world.rank()).step_by(world.size());
     let own: Result<Vec<Vec<f32>>> = own.map(|batch| measure(batch)).collect();
     let own: Vec<f64> = world.agree(own)?.into_iter().flatten().map(f64::from).collect();

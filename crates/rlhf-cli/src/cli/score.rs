@@ -9,7 +9,7 @@ use rlhf::dist::World;
 use rlhf::hub;
 use rlhf::model::{ModelOptions, SequenceClassifier};
 use rlhf::reward::{RewardInput, ScoreUse, Warn};
-use rlhf::run::announce;
+use rlhf::run::{Runtime, announce};
 use rlhf::safe_text::one_line;
 use rlhf::settings::{RewardConfig, ScoreConfig};
 use rlhf::terminal::{Colour, Stream};
@@ -20,18 +20,23 @@ use serde_json::{Map, Value, json};
 use super::rows::{Fields, annotate, batches, check_finite, numbers, numbers_of_rows, open_rows};
 
 /// Writes the rows with their scores.
-pub(crate) fn score(config: &ScoreConfig) -> Result<()> {
+pub(crate) fn score(config: &ScoreConfig, world: &World) -> Result<()> {
     config.check()?;
     let options = config.rows.compute.options()?;
-    let rows = open_rows(&config.rows, true)?;
+    let rows = open_rows(&config.rows, true, world)?;
     match &config.model_name_or_path {
-        Some(name) if !config.scores_responses() => score_by_model(config, name, rows, options),
-        _ => score_by_rewards(config, rows, options),
+        Some(name) if !config.scores_responses() => score_by_model((config, name), rows, options, world),
+        _ => score_by_rewards(config, rows, options, world),
     }
 }
 
 /// Writes the rows with the scores of the reward model `name` alone, which are of token ids or of whole texts.
-fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: ModelOptions) -> Result<()> {
+fn score_by_model(
+    (config, name): (&ScoreConfig, &Path),
+    rows: RowReader,
+    options: ModelOptions,
+    world: &World,
+) -> Result<()> {
     let load = || {
         let dir = &hub::model_dir(name, Some(&config.model_revision))?;
         let mut tokenizer = Tokenizer::of_text_or_ids(dir)?;
@@ -41,10 +46,10 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         tokenizer.check_fits(model.config(), dir)?;
         Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
-    let (tokenizer, model) = World::of_process().agree(load())?;
+    let (tokenizer, model) = world.agree(load())?;
     let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
     let (end, mut preferences) = (model.config().causal, Preferences::default());
-    annotate(&config.rows, rows, &tokenizer, |part| {
+    annotate(&config.rows, rows, &tokenizer, world, |part| {
         let Some(part) = part else { return Ok(Vec::new()) };
         let of_rows = part.scored_texts(&tokenizer, end, vocab, context)?;
         let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
@@ -55,6 +60,7 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
             texts.len(),
             &batches,
             |_| 1,
+            world,
             |batch| {
                 let sequences: Vec<&[i64]> = batch.iter().map(|&i| texts[i].as_slice()).collect();
                 numbers(&tch::no_grad(|| model.scores(&sequences))?)
@@ -71,7 +77,7 @@ fn score_by_model(config: &ScoreConfig, name: &Path, rows: RowReader, options: M
         });
         Ok(fields.collect())
     })?;
-    preferences.print();
+    preferences.print(world);
     Ok(())
 }
 
@@ -103,13 +109,13 @@ impl Preferences {
     }
 
     /// Prints accuracy and mean margin on standard error, if there are pairs.
-    fn print(&self) {
-        if self.pairs > 0 && World::of_process().is_main() {
+    fn print(&self, world: &World) {
+        if self.pairs > 0 && world.is_main() {
             let pairs = self.pairs as f64;
             let (accuracy, margin) = (self.correct as f64 / pairs, self.margin / pairs);
             let _ = writeln!(io::stderr(), "accuracy {accuracy:.4}, mean margin {margin:.4} over {} pairs", self.pairs);
         }
-        if self.unscored > 0 && World::of_process().is_main() {
+        if self.unscored > 0 && world.is_main() {
             let _ =
                 writeln!(io::stderr(), "{} pairs with a response that no reward scored are left out", self.unscored);
         }
@@ -117,9 +123,9 @@ impl Preferences {
 }
 
 /// Evaluates a reward model on pairs: one JSON object on standard output, warnings on standard error.
-pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
-    let evaluation = rlhf::train::reward_model::evaluate(config)?;
-    if !World::of_process().is_main() {
+pub(crate) fn evaluate(config: &RewardConfig, runtime: &Runtime) -> Result<()> {
+    let evaluation = rlhf::train::reward_model::evaluate(config, runtime)?;
+    if !runtime.world.is_main() {
         return Ok(());
     }
     for warning in &evaluation.warnings {
@@ -132,7 +138,7 @@ pub(crate) fn evaluate(config: &RewardConfig) -> Result<()> {
 }
 
 /// Writes the rows, which have prompts and responses, with the sum of all rewards and each reward's score.
-fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions) -> Result<()> {
+fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions, world: &World) -> Result<()> {
     let load = || {
         let tokenizer = match (&config.tokenizer_name, &config.model_name_or_path) {
             (Some(name), _) => hub::tokenizer_dir(name, None)?,
@@ -144,9 +150,8 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
         let rewards = config.load_rewards(&tokenizer, options)?;
         Ok((tokenizer, rewards))
     };
-    let world = World::of_process();
     let (tokenizer, mut rewards) = world.agree(load())?;
-    rewards.set_world(&world);
+    rewards.set_world(world);
     if world.is_main() {
         let warn: Warn = Arc::new(|message: &str| {
             announce(&Stream::Err.labelled("warning", Colour::Yellow, &one_line(message)));
@@ -156,7 +161,7 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
     let print: Warn = Arc::new(|line: &str| announce(&one_line(line)));
     rewards.print_by(&print);
     let mut preferences = Preferences::default();
-    annotate(&config.rows, rows, &tokenizer, |part| {
+    annotate(&config.rows, rows, &tokenizer, world, |part| {
         // A score too many in the output of a program is found at its end, before a file gets its name.
         let Some(part) = part else { return rewards.finish().map(|()| Vec::new()) };
         let of_rows = part.scored_responses(&tokenizer)?;
@@ -192,6 +197,6 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
         });
         Ok(fields.collect())
     })?;
-    preferences.print();
+    preferences.print(world);
     Ok(())
 }

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use crate::session::Host;
+use rlhf::dist::World;
 use rlhf::safe_text::one_line;
 use rlhf::settings::{PpoConfig, SessionConfig};
 use rlhf::{Error, Result};
@@ -14,14 +15,15 @@ use super::{Stop, Task, parse};
 /// Flags that `rlhf ppo` requires, and an engine has no use for: its client has the prompts, and says where to save.
 const UNUSED: [&str; 3] = ["ppo", "--dataset_name=prompts.jsonl", "--output_dir=."];
 
-/// Answers the requests of one client; `take_panic` returns the message of the last panic.
-pub(crate) fn session(config: &SessionConfig, take_panic: fn() -> String) -> Result<()> {
+/// Answers the requests of one client on the ranks `world`; `take_panic` returns the message of the last panic.
+pub(crate) fn session(config: &SessionConfig, world: &World, take_panic: fn() -> String) -> Result<()> {
     let listening = |path: &Path| {
         let mut out = io::stdout();
         let line = format!("waiting for a client at {}", one_line(&path.display().to_string()));
         writeln!(out, "{line}").and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
     };
-    crate::session::session(config, &Host { read_settings: &engine_settings, take_panic, listening: &listening })
+    let host = Host { world, read_settings: &engine_settings, take_panic, listening: &listening };
+    crate::session::session(config, &host)
 }
 
 /// Reads settings of `rlhf ppo` with the preset of DeepSpeed-Chat, by its names too.

@@ -100,7 +100,7 @@ impl EngineLoop {
 
     /// Changes hyper-parameters, by DeepSpeed-Chat's names; returns all.
     fn configure(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
-        let mut config = self.engine.config.clone();
+        let mut config = self.engine.config().clone();
         let clip = config.clip_reward_value.unwrap_or(f64::INFINITY);
         let kl_coef = params.number("kl_ctl")?.unwrap_or(config.kl.kl_coef);
         let clip = params.number("clip_reward_value")?.unwrap_or(clip);
@@ -111,10 +111,8 @@ impl EngineLoop {
         config.lam = params.number("lam")?.unwrap_or(config.lam);
         let mixes_texts = params.flag("mixes_texts")?;
         params.finish("configure")?;
-        config.check()?;
-        self.engine.config = config;
+        self.engine.set_config(&config)?;
         self.engine.mixes_texts = mixes_texts.unwrap_or(self.engine.mixes_texts);
-        let config = &self.engine.config;
         reply.set("kl_ctl", config.kl.kl_coef);
         reply.set("clip_reward_value", json!(config.clip_reward_value));
         reply.set("cliprange", config.cliprange);
@@ -227,7 +225,8 @@ impl EngineLoop {
                 format!("prompts: expected {} rows of 1 to {} tokens, found {:?}", shape[0], shape[1], prompts.size());
             return Err(Failure::usage("prompts", message));
         }
-        let rewards = compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, &self.engine.config);
+        let rewards =
+            compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, self.engine.config());
         reply.array("rewards", Array::of_tensor(&rewards)?);
         reply.array("ends", Array::of_tensor(&ends(&prompts, &action_mask))?);
         Ok(())
@@ -242,7 +241,7 @@ impl EngineLoop {
         if start >= shape[1] {
             return Err(Failure::usage("start", format!("start: expected a column below {}, found {start}", shape[1])));
         }
-        let (advantages, returns) = get_advantages_and_returns(&values, &rewards, start, &self.engine.config);
+        let (advantages, returns) = get_advantages_and_returns(&values, &rewards, start, self.engine.config());
         reply.array("advantages", Array::of_tensor(&advantages)?);
         reply.array("returns", Array::of_tensor(&returns)?);
         Ok(())
@@ -258,7 +257,7 @@ impl EngineLoop {
         let [mask] = params.tensors(["mask"], Kind::Bool)?;
         params.finish(method)?;
         same_shape(&new.size(), &[(names[1], &old), (names[2], &targets), ("mask", &mask)])?;
-        let config = &self.engine.config;
+        let config = self.engine.config();
         let loss = match method {
             "actor_loss_fn" => actor_loss_fn(&new, &old, &targets, &mask, config),
             _ => critic_loss_fn(&new, &old, &targets, &mask, config),

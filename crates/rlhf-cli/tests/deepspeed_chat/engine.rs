@@ -846,7 +846,10 @@ fn an_engine_refuses_a_falling_rate_of_no_end_and_goes_no_further_than_it() {
             for schedule in
                 [LrSchedulerType::Constant, LrSchedulerType::ConstantWithWarmup, LrSchedulerType::InverseSqrt]
             {
-                (engine.config.optimizer.lr_scheduler_type, engine.num_total_iters) = (schedule, None);
+                let mut config = engine.config().clone();
+                config.optimizer.lr_scheduler_type = schedule;
+                engine.set_config(&config).unwrap();
+                engine.num_total_iters = None;
                 engine.train_rlhf(&exp).unwrap();
             }
         },

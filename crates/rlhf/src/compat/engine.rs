@@ -17,8 +17,10 @@ use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
+use crate::run::Runtime;
+use crate::run::sinks::console::Console;
 use crate::run::start::Found;
-use crate::settings::{LogprobsOf, PpoConfig};
+use crate::settings::{LogprobsOf, PpoConfig, PpoRun};
 use crate::train::ppo::{Loaded, Models, PpoParts, VALUE_MODEL};
 use rlhf_base::name_of;
 use rlhf_base::weights::replace_files;
@@ -221,8 +223,8 @@ impl<T: Batch> MiniDataset<T> {
 /// The four models of RLHF, with the optimizers of two.
 #[derive(Debug)]
 pub struct RlhfEngine {
-    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, with any changes.
-    pub config: PpoConfig,
+    /// The settings of each part.
+    run: PpoRun,
     /// Actor and critic with their optimizers, and the actor's moving average, if enabled.
     pub learner: Learner,
     /// The reference model.
@@ -285,13 +287,13 @@ impl RlhfEngine {
     /// # Errors
     /// The errors of [`RlhfEngine::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        config.check()?;
-        let Loaded { mut parts, cursor, .. } = Loaded::from_config(config, more, Found::default())?;
-        parts.prepare(config)?;
+        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let Loaded { mut parts, cursor, .. } = Loaded::of_run(&run, more, Found::default(), &world)?;
+        parts.prepare(&run)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
         let plan = config.plan_for(prompts.len())?;
-        let mut engine = Self::with_learner(learner, needed(reference)?, rewards, tokenizer, config)?;
-        let steps = config.num_ppo_epochs * plan.epoch.steps(plan.batch_size);
+        let mut engine = Self::with_learner(learner, needed(reference)?, rewards, tokenizer, run)?;
+        let steps = config.num_ppo_epochs * plan.steps_per_epoch();
         (engine.data.prompts, engine.data.cursor) = (prompts, Some(cursor));
         engine.num_total_iters = Some(plan.num_total_batches * steps);
         Ok(engine)
@@ -303,9 +305,9 @@ impl RlhfEngine {
     /// # Errors
     /// If a model cannot be loaded; if a setting has no effect here.
     pub fn from_models(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        config.check()?;
-        let Models { learner, reference, rewards, tokenizer, .. } = Models::from_config(config, more)?;
-        Self::with_learner(learner, needed(reference)?, rewards, tokenizer, config)
+        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let Models { learner, reference, rewards, tokenizer, .. } = Models::of_run(&run, more, &world)?;
+        Self::with_learner(learner, needed(reference)?, rewards, tokenizer, run)
     }
 
     /// Creates an engine of loaded models, without prompts.
@@ -320,9 +322,10 @@ impl RlhfEngine {
         tokenizer: Tokenizer,
         config: &PpoConfig,
     ) -> Result<Self> {
-        config.check()?;
-        let learner = Learner::with_state_at(actor, critic, config.learner(), config.run.state_place().as_ref())?;
-        Self::with_learner(learner, reference, reward, tokenizer, config)
+        let run = PpoRun::new(config)?;
+        let place = config.run.state_place();
+        let learner = Learner::with_state_at(actor, critic, run.learner.clone(), place.as_ref())?;
+        Self::with_learner(learner, reference, reward, tokenizer, run)
     }
 
     fn with_learner(
@@ -330,8 +333,9 @@ impl RlhfEngine {
         mut reference: CausalLm,
         reward: Rewards,
         tokenizer: Tokenizer,
-        config: &PpoConfig,
+        run: PpoRun,
     ) -> Result<Self> {
+        let config = &run.config;
         let meaningless = [
             (name_of!(config.kl.adap_kl_ctrl), config.kl.adap_kl_ctrl),
             (name_of!(config.kl.kl_coef_end), config.kl.kl_coef_end.is_some()),
@@ -348,7 +352,7 @@ impl RlhfEngine {
             (name_of!(config.non_eos_penalty), config.non_eos_penalty),
             (name_of!(config.score_scaling.use_score_scaling), config.score_scaling.use_score_scaling),
             (name_of!(config.score_scaling.score_clip), config.score_scaling.score_clip.is_some()),
-            ("advantage_estimator", !config.needs_critic()),
+            ("advantage_estimator", !run.needs_critic),
             (name_of!(config.advantage.num_generations), config.advantage.num_generations != 1),
             (name_of!(config.groups.dynamic_sampling), config.groups.dynamic_sampling),
             (
@@ -397,8 +401,22 @@ impl RlhfEngine {
             steps: Steps::default(),
             data: Data::default(),
             tokenizer,
-            config: config.clone(),
+            run,
         })
+    }
+
+    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, with any changes.
+    pub fn config(&self) -> &PpoConfig {
+        &self.run.config
+    }
+
+    /// Replaces the settings of the next calls. Those of models and optimizers stay as the engine was made with them.
+    ///
+    /// # Errors
+    /// If a setting is out of its range: the earlier ones stay.
+    pub fn set_config(&mut self, config: &PpoConfig) -> Result<()> {
+        self.run = PpoRun::new(config)?;
+        Ok(())
     }
 
     /// The actor.
@@ -409,8 +427,8 @@ impl RlhfEngine {
     /// Returns the next prompts of all ranks, `per_device_generation_batch_size` for each, `[B, P]` i64 padded on the left, and their mask,
     /// 1 at tokens; `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
-        let rows = self.config.generation.per_device_generation_batch_size;
-        let of_rank = rows.unwrap_or(self.config.rows_per_pass());
+        let config = &self.run.config;
+        let of_rank = config.generation.per_device_generation_batch_size.unwrap_or(config.rows_per_pass());
         let rows = self.data.cursor.as_mut()?.take(of_rank * self.learner.world.size());
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
@@ -430,11 +448,13 @@ impl RlhfEngine {
     /// # Errors
     /// If no response is long enough and none ever was; if a reward fails; if a prompt does not fit the models.
     pub fn generate_experience(&mut self, prompts: &Tensor, mask: &Tensor) -> Result<RlhfExperience> {
-        let stop_strings = self.config.stop_strings(&self.tokenizer)?;
-        let stop = self.config.stop_tokens(&self.tokenizer)?;
-        let generation = GenerationConfig { stop_strings, ..self.config.generation(&stop, self.responses.generated) };
+        let config = &self.run.config;
+        let stop_strings = config.stop_strings(&self.tokenizer)?;
+        let stop_token_ids = config.stop_tokens(&self.tokenizer)?;
+        let step = self.responses.generated as u64;
+        let generation = GenerationConfig { stop_token_ids, stop_strings, step, ..self.run.generation.clone() };
         let prompt_ids = unpadded(prompts, mask)?;
-        let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
+        let gathered = self.learner.gathered_policy(config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompt_ids, &generation)?;
         drop(gathered);
         self.responses.generated += 1;
@@ -481,7 +501,7 @@ impl RlhfEngine {
 
         let scores = self.scores(&ragged, &responses)?;
         let learner = &self.learner;
-        let settings = self.config.rollout(&learner.policy);
+        let settings = self.run.rollout(&learner.policy);
         let recompute_logprobs = kept.reused || !noted || settings.recompute_logprobs;
         let compares_sampling = settings.compares_sampling && !kept.reused;
         let left_out = self.responses.left_out.clone();
@@ -553,10 +573,10 @@ impl RlhfEngine {
         }
         self.rates()?;
         let e = self.ragged(experience)?;
-        self.learner.set_update(self.config.update_settings());
-        let targets = targets(&e, self.config.kl.kl_coef, &self.config.shaping());
+        self.learner.set_update(self.run.learner.update.clone());
+        let targets = targets(&e, self.run.config.kl.kl_coef, &self.run.shaping);
         let rows: Vec<usize> = (0..experience.rows()).collect();
-        let stats = self.learner.gradients(&e, &targets, &rows, self.config.rows_per_pass(), true);
+        let stats = self.learner.gradients(&e, &targets, &rows, self.run.config.rows_per_pass(), true);
         let stats = stats.inspect_err(|_| self.learner.zero_grad())?;
         let losses = (stats.policy_loss / stats.tokens, stats.value_loss / stats.value_slots);
         if self.mixes_texts {
@@ -607,7 +627,7 @@ impl RlhfEngine {
             (prompt.to_vec(), response.to_vec())
         };
         let (prompts, responses): (Vec<_>, Vec<_>) = sequences.into_iter().zip(&counted).map(split).unzip();
-        let value_loss = if self.config.mask.last_value_in_loss { &value } else { &response }.shallow_clone();
+        let value_loss = if self.run.rollout.settings.last_value_in_loss { &value } else { &response }.shallow_clone();
         Ok(Experience {
             groups: (0..prompts.len()).collect(),
             prompts,
@@ -635,9 +655,8 @@ impl RlhfEngine {
 
     /// The learning rates of the next step.
     fn rates(&self) -> Result<LearningRates> {
-        let config = &self.config;
-        let (_, of_critic) = config.value_optimizer();
-        let schedules = [&config.optimizer, &of_critic];
+        let schedule = &self.run.schedule;
+        let schedules = [&schedule.policy.1, &schedule.value.1];
         let falls = schedules.iter().find(|schedule| schedule.lr_scheduler_type.falls());
         let message = match (self.num_total_iters, falls) {
             (None, Some(schedule)) => format!(
@@ -653,7 +672,7 @@ impl RlhfEngine {
                     "num_total_iters = {total} steps are taken, and the learning rate is at its end: raise it for more"
                 )
             }
-            (total, _) => return Ok(config.learning_rates(self.steps.iterations, total.unwrap_or(1))),
+            (total, _) => return Ok(schedule.rates(self.steps.iterations, total.unwrap_or(1))),
         };
         Err(Error::Usage(message))
     }
@@ -711,7 +730,7 @@ impl RlhfEngine {
     }
 
     fn write(&self, dir: &Path) -> Result<()> {
-        let (eos, pad, run) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), &self.config.run);
+        let (eos, pad, run) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), &self.run.config.run);
         let (most, dtype) = (run.max_shard_size.0, run.save_dtype);
         let write = |dir: &Path| {
             self.learner.policy.save_pretrained_as(dir, eos, pad, most, dtype)?;

@@ -1,22 +1,33 @@
 //! The folder with the state of a loop: models, optimizers, and `trainer_state.json` with everything else.
 
 use crate::rl::learner::Learner;
-use crate::run::checkpoint::{OPTIMIZER, STATE, commit_among_others};
+use crate::run::checkpoint::{OPTIMIZER, STATE, commit_among_others, parts_of, read_parts};
 use crate::train::ppo::VALUE_MODEL;
 use rlhf_base::weights::{pretty, read_json, write_text};
 use rlhf_base::{Error, Result};
-use serde_json::Value;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Writes the folder `dir`: the models as `write_models` does, the optimizers, and `state`. The folder appears by one rename, and an
-/// older one of its name stays whole until then.
+/// The state of every loop in its folder, beside that of its `kind`.
+#[derive(Debug, Serialize, Deserialize)]
+struct LoopState {
+    kind: String,
+    /// The version of rlhf that wrote it.
+    version: String,
+    micro_batch_tokens: usize,
+}
+
+/// Writes the folder `dir`: the models as `write_models` does, the optimizers, and `state` of a loop of this `kind`. The folder appears by
+/// one rename, and an older one of its name stays whole until then.
 ///
 /// # Errors
 /// If a file cannot be written; if `dir` is no name of a folder, or one that holds something else.
 pub(super) fn save(
     learner: &Learner,
     dir: &Path,
-    state: &Value,
+    (kind, state): (&str, &impl Serialize),
     write_models: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<()> {
     let name = dir.file_name().and_then(|name| name.to_str());
@@ -30,6 +41,11 @@ pub(super) fn save(
     if std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some()) && !is_state() {
         return Err(Error::invalid(dir, "expected a new folder, or one of an earlier save_state, found other files"));
     }
+    let micro_batch_tokens = learner.micro_batch_tokens;
+    let common = LoopState { kind: kind.into(), version: env!("CARGO_PKG_VERSION").into(), micro_batch_tokens };
+    let mut parts = parts_of(&common);
+    parts.extend(parts_of(state));
+    let state = Value::from(parts);
     learner.save_together(|| {
         std::fs::create_dir_all(parent).map_err(Error::io("create the folder", parent))?;
         commit_among_others(parent, name, |dir| {
@@ -37,7 +53,7 @@ pub(super) fn save(
             learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
             let of_value = learner.optimizers.value.as_ref();
             of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
-            write_text(&dir.join(STATE), &pretty(state))
+            write_text(&dir.join(STATE), &pretty(&state))
         })
     })
 }
@@ -47,7 +63,7 @@ pub(super) fn save(
 ///
 /// # Errors
 /// If the folder holds no such state, or one that does not fit the models.
-pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Value> {
+pub(super) fn load<S: DeserializeOwned>(learner: &mut Learner, dir: &Path, kind: &str) -> Result<S> {
     let path = dir.join(STATE);
     if !path.is_file() {
         return Err(Error::invalid(dir, format!("expected the folder of a save_state, found no {STATE} in it")));
@@ -57,6 +73,10 @@ pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Valu
         let message = format!("`kind`: expected the state of a loop of kind `{kind}`, found {}", state["kind"]);
         return Err(Error::invalid(&path, message));
     }
+    let parts: Map<String, Value> = state.as_object().cloned().unwrap_or_default();
+    let invalid = |e: serde_json::Error| Error::invalid(&path, format!("state of the loop: {e}"));
+    let common: LoopState = read_parts(&parts).map_err(invalid)?;
+    let state = read_parts(&parts).map_err(invalid)?;
     if !dir.join(OPTIMIZER).is_file() {
         return Err(Error::invalid(dir, format!("expected the file {OPTIMIZER}, found none: the state is not whole")));
     }
@@ -68,14 +88,7 @@ pub(super) fn load(learner: &mut Learner, dir: &Path, kind: &str) -> Result<Valu
         value.load_trained(&of_value)?;
         optimizer.load(&of_value.join(OPTIMIZER))?;
     }
-    if let Some(tokens) = count(&state, "micro_batch_tokens") {
-        learner.micro_batch_tokens = tokens as usize;
-    }
+    learner.micro_batch_tokens = common.micro_batch_tokens;
     learner.zero_grad();
     Ok(state)
-}
-
-/// The number `name` of a state, if it has it.
-pub(super) fn count(state: &Value, name: &str) -> Option<u64> {
-    state.get(name).and_then(Value::as_u64)
 }

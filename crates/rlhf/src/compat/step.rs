@@ -21,6 +21,7 @@ use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, Targets, advantages, shape_rewards};
 use crate::rl::stats::{StepStats, optimizer_steps};
+use crate::run::Runtime;
 use crate::run::best::Best;
 use crate::run::card::Card;
 use crate::run::checkpoint::BEST;
@@ -33,7 +34,6 @@ use crate::run::sinks::console::Console;
 use crate::run::sinks::trackers::Outcome;
 use crate::settings::{EvalConfig, PpoConfig};
 use crate::train::ppo::check_same_kind;
-use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::rng::{Purpose, Stream};
 use rlhf_base::weights::replace_files;
@@ -226,7 +226,7 @@ struct Output {
 }
 
 /// Numbers of calls, which key random draws and metrics.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Counts {
     /// Calls of `step`.
     steps: usize,
@@ -318,31 +318,34 @@ impl StepTrainer {
         reference: Option<CausalLm>,
         tokenizer: Tokenizer,
     ) -> Result<Self> {
-        config.check()?;
-        let ppo = config.ppo();
+        let run = config.checked()?;
+        let ppo = &run.config;
         let (mut policy, head) = model.into_parts();
         let mut tokenizer = tokenizer;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let reference = reference_of(&mut policy, reference, config.num_shared_layers)?;
         // One rank writes to the folder.
-        let world = World::of_process();
+        let Runtime { world, .. } = Runtime::from(Console::Silent);
         let own_dir = config.output_dir.as_deref().filter(|_| world.is_main());
-        let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, &ppo)).transpose())?;
-        let reporter = own_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, &ppo));
+        let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, ppo)).transpose())?;
+        let reporter = own_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, ppo));
         let reporter = world.agree(reporter.transpose())?;
         let to = config.destination()?;
         let repository = || to.as_ref().map(|to| Hub::from_env().repository(to)).transpose();
         let repository = world.on_main(repository)?.flatten();
         let keeps_best = config.keep_best || to.is_some();
         let (seed, learning_rate) = (config.seed, config.learning_rate);
-        let critic = if ppo.needs_critic() { ValueModel::from(head) } else { ValueModel::None };
+        let critic = if run.needs_critic { ValueModel::from(head) } else { ValueModel::None };
         Ok(Self {
-            rollout: RolloutSettings { compares_sampling: false, ..ppo.rollout(&policy) },
-            shaping: ppo.shaping(),
-            learner: Learner { collect_ratios: true, ..Learner::new(policy, critic, ppo.learner()) },
+            rollout: RolloutSettings { compares_sampling: false, ..run.rollout(&policy) },
+            learner: Learner {
+                collect_ratios: true,
+                ..Learner::on_ranks(&world, (policy, critic), run.learner.clone(), None)?
+            },
             reference,
             tokenizer,
             kl: KlController::new(&ppo.kl, 0),
+            shaping: run.shaping.clone(),
             scaling: ScoreScaling::new(&ppo.score_scaling),
             schedule: Box::new(move |_| learning_rate),
             order: Box::new(move |pass, rows| Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows)),

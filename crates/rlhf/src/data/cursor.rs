@@ -2,7 +2,7 @@
 
 use rlhf_base::rng::{Purpose, Stream};
 use rlhf_base::{Error, Result};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// Samples row indices in shuffled passes: each row once per pass, in an order that depends only on the seed and the pass.
 ///
@@ -24,6 +24,15 @@ pub struct Cursor {
     /// Cumulative sampling probabilities of the sources.
     ends: Vec<f64>,
     taken: usize,
+}
+
+/// The state of a [`Cursor`] in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CursorState {
+    /// Rows taken so far.
+    pub taken: usize,
+    /// Rows of each dataset.
+    rows: Vec<usize>,
 }
 
 /// Shuffled passes over one dataset.
@@ -106,35 +115,25 @@ impl Cursor {
     }
 
     /// Returns the state for a checkpoint.
-    pub fn state(&self) -> Value {
-        json!({"taken": self.taken, "rows": self.lens()})
+    pub fn state(&self) -> CursorState {
+        CursorState { taken: self.taken, rows: self.lens() }
     }
 
     /// Restores the state that [`Cursor::state`] returned.
     ///
     /// # Errors
     /// If the numbers of rows differ: the data have changed.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let taken = state["taken"]
-            .as_u64()
-            .ok_or_else(|| Error::Run(format!("expected a position in the data, found {state}")))?;
-        if state["rows"] != json!(self.lens()) {
-            let sum = |rows: &Value| rows.to_string().trim_matches(['[', ']']).replace(',', " + ");
-            let (expected, found) = (sum(&state["rows"]), sum(&json!(self.lens())));
+    pub fn load_state(&mut self, state: &CursorState) -> Result<()> {
+        let lens = self.lens();
+        if state.rows != lens {
+            let sum = |rows: &[usize]| rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" + ");
+            let (expected, found) = (sum(&state.rows), sum(&lens));
             return Err(Error::Run(format!(
                 "expected the {expected} rows of data that the run started with, found {found}"
             )));
         }
-        self.restore(taken as usize);
+        self.restore(state.taken);
         Ok(())
-    }
-
-    /// As [`Cursor::load_state`], but the numbers of rows may differ: only the number of rows taken is restored.
-    ///
-    /// # Errors
-    /// If `state` is malformed.
-    pub(crate) fn load_place(&mut self, state: &Value) -> Result<()> {
-        self.load_state(&json!({"taken": state["taken"], "rows": self.lens()}))
     }
 
     /// Moves to the state of a cursor with the same seed, lengths and weights after `taken` rows.

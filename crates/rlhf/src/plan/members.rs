@@ -2,7 +2,7 @@
 
 use super::stages::Made;
 use super::{PlannedRun, Role};
-use crate::reward::specs;
+use crate::reward::Spec;
 use crate::settings::{DpoConfig, PpoConfig, RunConfig};
 use rlhf_base::Error;
 use rlhf_base::Result;
@@ -95,14 +95,14 @@ pub(super) fn compute(run: &RunConfig) -> Kind {
 }
 
 impl Models {
-    /// Reads the configurations of the models; of names on the hub, `config.json` is downloaded. Models that are still to be `made` have the
-    /// form of others.
+    /// Reads the configurations of the models, with those of its `rewards`; of names on the hub, `config.json` is downloaded. Models that are
+    /// still to be `made` have the form of others.
     ///
     /// # Errors
     /// If one is missing or invalid.
-    pub(super) fn find(run: &PlannedRun, made: &[Made]) -> Result<Self> {
+    pub(super) fn find(run: &PlannedRun, rewards: &[Spec], made: &[Made]) -> Result<Self> {
         let made_in = |path: &Path| made.iter().find(|made| made.dir == path);
-        let mut found = Self::find_with(run, &|path, revision| match made_in(path) {
+        let mut found = Self::find_with(run, rewards, &|path, revision| match made_in(path) {
             // Trained weights are saved in f32.
             Some(Made { from, revision, .. }) => {
                 Ok(Described { kind: Kind::Float, ..config_of(from, revision.as_deref(), true)? })
@@ -119,8 +119,8 @@ impl Models {
     ///
     /// # Errors
     /// If one is not.
-    pub(super) fn find_local(run: &PlannedRun) -> Result<Self> {
-        Self::find_with(run, &|path, _| {
+    pub(super) fn find_local(run: &PlannedRun, rewards: &[Spec]) -> Result<Self> {
+        Self::find_with(run, rewards, &|path, _| {
             if path.exists() {
                 config_of(path, None, false)
             } else {
@@ -129,7 +129,7 @@ impl Models {
         })
     }
 
-    fn find_with(run: &PlannedRun, read: &ReadConfig<'_>) -> Result<Self> {
+    fn find_with(run: &PlannedRun, rewards: &[Spec], read: &ReadConfig<'_>) -> Result<Self> {
         // An adapter is merged into the layers of a model that is trained, or that the policy is compared with, in f32.
         let merged = |path: &Path, kind| Ok::<_, Error>(if adapter_in(path)?.is_some() { Kind::Float } else { kind });
         let lm = |path: &Path, revision| -> Result<NamedModel> {
@@ -174,8 +174,7 @@ impl Models {
             }
             PlannedRun::Ppo(config) => {
                 let main = lm(&config.sft_model_path, Some(config.model_revision.as_str()))?;
-                let paths = specs(config)?;
-                let rewards = paths.iter().filter_map(|spec| spec.model_path());
+                let rewards = rewards.iter().filter_map(Spec::model_path);
                 let rewards =
                     rewards.map(|path| classifier(path, None, config.new_reward_head, false)).collect::<Result<_>>()?;
                 let value =

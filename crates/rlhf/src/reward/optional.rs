@@ -10,7 +10,7 @@ const KINDS: [&str; 7] =
     ["exact", "numeric", "bleu", "rouge_l", "accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward"];
 
 /// A reward that may be optional: it then gives no score to a response whose row lacks its column, or has null there.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Optional<R> {
     pub(super) reward: R,
     /// The column, if the reward is optional.

@@ -2,8 +2,7 @@
 
 use super::Scored;
 use super::settings::ScoreScalingConfig;
-use rlhf_base::{Error, Result};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// The transformation of one reward's scores before they are summed: normalized, scaled, clipped and weighted, in this order.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,9 +50,9 @@ pub enum Normalize {
 }
 
 /// Running moments: count, mean, and sum of squared deviations from the mean.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Moments {
-    count: f64,
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Moments {
+    pub(super) count: f64,
     mean: f64,
     m2: f64,
 }
@@ -86,15 +85,6 @@ impl Moments {
     fn std(&self) -> f64 {
         let variance = if self.count > 1.0 { self.m2 / (self.count - 1.0) } else { 0.0 };
         if variance > 0.0 { variance.sqrt() } else { 1.0 }
-    }
-
-    pub(super) fn state(&self) -> Value {
-        json!({"count": self.count, "mean": self.mean, "m2": self.m2})
-    }
-
-    pub(super) fn from_state(state: &Value) -> Option<Self> {
-        let number = |name: &str| state[name].as_f64();
-        Some(Self { count: number("count")?, mean: number("mean")?, m2: number("m2")? })
     }
 }
 
@@ -148,19 +138,14 @@ impl ScoreScaling {
         (self.moments.mean, self.moments.std())
     }
 
-    /// Returns the state for a checkpoint.
-    pub fn state(&self) -> Value {
-        self.moments.state()
+    /// Returns the state for a checkpoint: the running moments.
+    pub fn state(&self) -> Moments {
+        self.moments
     }
 
     /// Restores the state that [`ScoreScaling::state`] returned.
-    ///
-    /// # Errors
-    /// If `state` is malformed.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let error = || Error::Run(format!("scores: expected their running moments (count, mean, m2), found {state}"));
-        self.moments = Moments::from_state(state).ok_or_else(error)?;
-        Ok(())
+    pub fn load_state(&mut self, state: Moments) {
+        self.moments = state;
     }
 }
 

@@ -28,8 +28,8 @@ const SERVICE: &str = "a service";
 /// The kinds of rewards that are computed by something else than a rule.
 const NOT_RULES: [&str; 4] = ["model", "command", "url", "python"];
 
-/// One reward of a configuration.
-#[derive(Debug)]
+/// One reward of a configuration. Its text is parsed by [`specs`] alone, where the settings are checked.
+#[derive(Debug, Clone)]
 pub(crate) struct Spec {
     name: String,
     kind: Kind,
@@ -38,10 +38,12 @@ pub(crate) struct Spec {
     about: String,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Kind {
     Model {
         path: PathBuf,
+        /// Branch, tag or commit on the hub.
+        revision: Option<String>,
         label: Option<String>,
     },
     Command(String),
@@ -134,6 +136,8 @@ impl Spec {
 pub(crate) struct RewardSources<'a> {
     /// Folder or name of the reward model with its own flag.
     pub(crate) model: Option<&'a Path>,
+    /// Its branch, tag or commit on the hub.
+    pub(crate) revision: Option<&'a str>,
     /// Label of that model.
     pub(crate) label: Option<&'a str>,
     pub(crate) settings: &'a RewardSourcesConfig,
@@ -154,7 +158,7 @@ pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spe
 
 /// Returns name, kind and description of every reward.
 fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
-    let RewardSources { model, label, settings } = *sources;
+    let RewardSources { model, revision, label, settings } = *sources;
     let mut found: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| {
         if found.iter().any(|(taken, ..)| taken == name) {
@@ -172,7 +176,8 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     };
     match (model, label) {
         (Some(path), label) => {
-            let kind = Kind::Model { path: path.into(), label: label.map(str::to_string) };
+            let (revision, label) = (revision.map(str::to_string), label.map(str::to_string));
+            let kind = Kind::Model { path: path.into(), revision, label };
             add("model", kind, format!("`{}`", path.display()))?;
         }
         (None, Some(label)) => {
@@ -326,7 +331,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
         "model" => {
             needs("a folder or a hub name")?;
             let (path, label) = argument.rsplit_once('#').map_or((argument, None), |(path, label)| (path, Some(label)));
-            (Kind::Model { path: path.into(), label: label.map(str::to_string) }, about(argument))
+            (Kind::Model { path: path.into(), revision: None, label: label.map(str::to_string) }, about(argument))
         }
         "command" => {
             needs("a command line")?;
@@ -420,15 +425,15 @@ fn by_name<T: Copy>(
     Ok(found)
 }
 
-/// As [`specs`], but downloads models of the hub and replaces their names by folders.
+/// Downloads the models of the hub among `specs`, and returns these with folders in the place of names.
 ///
 /// # Errors
-/// As [`specs`]; if a model does not exist.
-pub(crate) fn resolve<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
-    let mut specs = specs(sources)?;
+/// If a model does not exist.
+pub(crate) fn resolve(specs: &[Spec]) -> Result<Vec<Spec>> {
+    let mut specs = specs.to_vec();
     for spec in &mut specs {
-        if let Kind::Model { path, .. } = &mut spec.kind {
-            *path = hub::model_dir(path, None)?;
+        if let Kind::Model { path, revision, .. } = &mut spec.kind {
+            *path = hub::model_dir(path, revision.as_deref())?;
         }
     }
     Ok(specs)
@@ -482,7 +487,7 @@ impl Rewards {
         let mut rewards = Rewards::new();
         for Spec { name, kind, transform, about } in specs {
             let reward: Box<dyn Reward> = match kind {
-                Kind::Model { path, label } => {
+                Kind::Model { path, label, .. } => {
                     let label = label.as_deref();
                     let mut model = RewardModel::from_pretrained(&path, label, new_head, policy, batch_size, options)?;
                     if settings.reward_pair {
@@ -548,7 +553,7 @@ mod tests {
     }
 
     fn of(settings: &RewardSourcesConfig) -> RewardSources<'_> {
-        RewardSources { model: None, label: None, settings }
+        RewardSources { model: None, revision: None, label: None, settings }
     }
 
     fn texts(list: &[&str]) -> Vec<String> {
@@ -576,7 +581,7 @@ mod tests {
         assert!(
             matches!(&specs[3].kind, Kind::Rule(Optional { reward: Rule::Regex(regex), .. }) if regex.as_str() == "<a=b>:")
         );
-        assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label) }
+        assert!(matches!(&specs[4].kind, Kind::Model { path, label: Some(label), .. }
             if path.to_str() == Some("other") && label == "POSITIVE"));
         assert_eq!((specs[4].transform.clip, specs[5].transform.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].transform.normalize, Normalize::Std, "the last one counts");

@@ -12,7 +12,6 @@ use rlhf_base::metrics::{Metrics, Warning, WarningKind};
 use rlhf_lm::generate::{FinishReason, Response};
 use scores::Scores;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use tools::{Found, Tools};
 pub(crate) use tools::{LEAST_CALLS, LEFT_CALLS, MOST_DEAD, MOST_FAILED};
 
@@ -100,7 +99,6 @@ pub(crate) struct Sampled<'a> {
 
 /// Watches the updates of a run, and warns of each problem once.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 pub(crate) struct Alarms {
     /// Kinds that were raised.
     #[serde(rename = "told")]
@@ -132,7 +130,6 @@ pub(crate) struct Alarms {
 
 /// Mean lengths of the first updates and of the last ones.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 struct Lengths {
     first: Vec<f64>,
     last: Vec<f64>,
@@ -140,7 +137,6 @@ struct Lengths {
 
 /// Responses that ended by a stop token, and all, of each update: the first ones, and the last ones.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 struct Stops {
     first: Vec<[usize; 2]>,
     last: Vec<[usize; 2]>,
@@ -148,7 +144,6 @@ struct Stops {
 
 /// Likeness of responses to different prompts.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 struct Alike {
     /// Shares of distinct bigrams in the first updates.
     first: Vec<f64>,
@@ -496,14 +491,13 @@ impl Alarms {
     }
 
     /// State for a checkpoint.
-    pub(crate) fn state(&self) -> Value {
-        json!(self)
+    pub(crate) fn state(&self) -> Self {
+        self.clone()
     }
 
-    /// Restores the state that [`Alarms::state`] returned; anything else is ignored, and a warning may then be given twice.
-    pub(crate) fn load_state(&mut self, state: &Value) {
-        let read: Self = serde_json::from_value(state.clone()).unwrap_or_default();
-        *self = Self { length_limit: self.length_limit, ..read };
+    /// Restores the state that [`Alarms::state`] returned.
+    pub(crate) fn load_state(&mut self, state: Self) {
+        *self = Self { length_limit: self.length_limit, ..state };
     }
 }
 
@@ -550,6 +544,7 @@ fn median(numbers: &[f64]) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
     use std::path::Path;
 
     fn metrics(numbers: &[(&'static str, f64)]) -> Metrics {
@@ -579,7 +574,7 @@ mod tests {
                 alarms.of_metrics(update, &metrics, length(&metrics)).iter().map(|warning| (update, warning.kind)),
             );
             let mut resumed = Alarms::new(limit);
-            resumed.load_state(&serde_json::from_str(&alarms.state().to_string()).unwrap());
+            resumed.load_state(serde_json::from_str(&serde_json::to_string(&alarms.state()).unwrap()).unwrap());
             assert_eq!(resumed, alarms);
             alarms = resumed;
         }
@@ -598,16 +593,13 @@ mod tests {
         assert!(found[0].message.starts_with(kl), "{}", found[0].message);
         assert!(found[1].message.starts_with("update 3: the policy's entropy is 0.040 nats per token, "));
         let mut resumed = Alarms::default();
-        resumed.load_state(&alarms.state());
+        resumed.load_state(alarms.state());
         assert_eq!(resumed, alarms);
         assert_eq!(resumed.of_metrics(4, &kl_and_entropy(400.0, 0.0), 10.0), []);
         let empty = metrics(&[("objective/kl", 0.0), ("objective/entropy", 0.0), ("val/response_length", 0.0)]);
         assert_eq!(Alarms::default().of_metrics(1, &empty, 0.0), [], "no tokens");
         // Another check reports values that are not a number.
         assert_eq!(Alarms::default().of_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN), 10.0), []);
-        // A checkpoint of an earlier version has fewer parts.
-        resumed.load_state(&json!({"told": ["runaway_kl"], "first_kl": 3.0, "unstopped": 7}));
-        assert_eq!((resumed.raised.as_slice(), resumed.unstopped), (&[WarningKind::RunawayKl][..], 7));
     }
 
     #[test]
@@ -620,7 +612,7 @@ mod tests {
         // The policy after three updates was the last one whose KL was below 0.5 nats per token.
         assert_eq!(alarms.beginning(WarningKind::RunawayKl, 7), (5, 3));
         let mut resumed = Alarms::default();
-        resumed.load_state(&alarms.state());
+        resumed.load_state(alarms.state());
         assert_eq!(resumed.beginning(WarningKind::RunawayKl, 7), (5, 3));
         // From the first update on there is no policy before it.
         let mut alarms = Alarms::default();

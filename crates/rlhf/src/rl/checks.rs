@@ -10,7 +10,6 @@ use crate::rl::stats::{StepStats, optimizer_steps};
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::Response;
 use rlhf_lm::model::CausalLm;
-use serde_json::Value;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};
 
@@ -223,13 +222,13 @@ impl Skips {
     }
 
     /// State for a checkpoint.
-    pub(crate) fn state(&self) -> Value {
-        self.updates.into()
+    pub(crate) fn state(&self) -> usize {
+        self.updates
     }
 
     /// Restores the state that [`Skips::state`] returned.
-    pub(crate) fn load_state(&mut self, state: &Value) {
-        self.updates = state.as_u64().unwrap_or(0) as usize;
+    pub(crate) fn load_state(&mut self, state: usize) {
+        self.updates = state;
     }
 
     /// Warning about skipped steps after update `update`, counted from 1.
@@ -306,7 +305,7 @@ mod tests {
         // A resumed run counts on.
         let kept = skips.state();
         let mut skips = Skips::default();
-        skips.load_state(&kept);
+        skips.load_state(kept);
         skips.record(&whole);
         let error = skips.warning(7, 3).unwrap_err().to_string();
         assert!(

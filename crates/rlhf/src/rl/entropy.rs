@@ -1,7 +1,7 @@
 //! The coefficient of the entropy bonus where it follows a target.
 
 use rlhf_base::{Error, Result};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// A rule for the coefficient of the entropy bonus: it rises while the entropy is at most the target, and falls above it.
 ///
@@ -26,6 +26,13 @@ pub struct EntropyController {
     rule: EntropyControl,
     coef: f64,
     /// Mean entropy of the tokens of the last optimizer step; `None` before the first one.
+    entropy: Option<f64>,
+}
+
+/// The state of an [`EntropyController`] in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct EntropyState {
+    entropy_coef: f64,
     entropy: Option<f64>,
 }
 
@@ -63,20 +70,22 @@ impl EntropyController {
     }
 
     /// Returns the state for a checkpoint.
-    pub fn state(&self) -> Value {
-        json!({"entropy_coef": self.coef, "entropy": self.entropy})
+    pub fn state(&self) -> EntropyState {
+        EntropyState { entropy_coef: self.coef, entropy: self.entropy }
     }
 
     /// Restores the state that [`EntropyController::state`] returned.
     ///
     /// # Errors
-    /// If `state` is not such a state.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let coef = state.get("entropy_coef").and_then(Value::as_f64).filter(|coef| coef.is_finite());
-        self.coef = coef.ok_or_else(|| {
-            Error::Run(format!("state of the entropy controller: expected a number `entropy_coef`, found {state}"))
-        })?;
-        self.entropy = state.get("entropy").and_then(Value::as_f64);
+    /// If the coefficient is not finite.
+    pub fn load_state(&mut self, state: EntropyState) -> Result<()> {
+        let EntropyState { entropy_coef, entropy } = state;
+        if !entropy_coef.is_finite() {
+            return Err(Error::Run(format!(
+                "state of the entropy controller: expected a number `entropy_coef`, found {entropy_coef}"
+            )));
+        }
+        (self.coef, self.entropy) = (entropy_coef, entropy);
         Ok(())
     }
 }
@@ -117,11 +126,12 @@ mod tests {
         for entropies in [&[][..], &[1.3], &[1.3, 2.7]] {
             let (mut one, mut other) = (controller(), controller());
             entropies.iter().for_each(|&entropy| one.observe(entropy));
-            let text = one.state().to_string();
-            other.load_state(&serde_json::from_str(&text).unwrap()).unwrap();
+            let text = serde_json::to_string(&one.state()).unwrap();
+            other.load_state(serde_json::from_str(&text).unwrap()).unwrap();
             assert_eq!(other, one);
         }
-        let error = controller().load_state(&json!({})).unwrap_err().to_string();
+        let state = EntropyState { entropy_coef: f64::INFINITY, entropy: None };
+        let error = controller().load_state(state).unwrap_err().to_string();
         assert!(error.contains("entropy controller: expected a number `entropy_coef`"), "{error}");
     }
 }

@@ -89,15 +89,10 @@ impl GroupFilterConfig {
         refusals.end()
     }
 
-    /// The penalty of each response for its length: 0 up to `response_length` less the buffer, then growing linearly. Source: Yu et al.
-    /// 2025, DAPO, eq. 13.
-    pub(crate) fn overlong_penalties(&self, responses: &[Response], response_length: usize) -> Option<Vec<f64>> {
-        let buffer = self.overlong_buffer_len?;
-        let of = |response: &Response| {
-            let over = (response.tokens.len() + buffer).saturating_sub(response_length) as f64;
-            (over / buffer as f64).min(1.0) * self.overlong_penalty_factor
-        };
-        Some(responses.iter().map(of).collect())
+    /// Returns the penalty for long responses of at most `response_length` tokens, if there is one.
+    pub(crate) fn overlong(&self, response_length: usize) -> Option<Overlong> {
+        let factor = self.overlong_penalty_factor;
+        self.overlong_buffer_len.map(|buffer| Overlong { response_length, buffer, factor })
     }
 
     /// Returns true if a group with these scores teaches something; NaN is no score.
@@ -110,6 +105,26 @@ impl GroupFilterConfig {
             _ => true,
         };
         (differ || !self.dynamic_sampling) && within
+    }
+}
+
+/// The penalty for long responses.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Overlong {
+    /// Most tokens of a response.
+    pub(crate) response_length: usize,
+    /// The last of them, in which a response is penalized.
+    pub(crate) buffer: usize,
+    /// Penalty of a response of `response_length` tokens.
+    pub(crate) factor: f64,
+}
+
+impl Overlong {
+    /// The penalty of a response for its length: 0 up to `response_length` less the buffer, then growing linearly. Source: Yu et al. 2025,
+    /// DAPO, eq. 13.
+    pub(crate) fn penalty(&self, response: &Response) -> f64 {
+        let over = (response.tokens.len() + self.buffer).saturating_sub(self.response_length) as f64;
+        (over / self.buffer as f64).min(1.0) * self.factor
     }
 }
 
@@ -211,8 +226,8 @@ mod tests {
             sets: None,
             inserted: Vec::new(),
         };
-        let penalties = config.overlong_penalties(&[of(5), of(6), of(7), of(10)], 10).unwrap();
-        assert_eq!(penalties, [0.0, 0.0, 0.5, 2.0]);
+        let overlong = config.overlong(10).unwrap();
+        assert_eq!([5, 6, 7, 10].map(|len| overlong.penalty(&of(len))), [0.0, 0.0, 0.5, 2.0]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::rl::rollout::counted_tokens;
 use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// Selects the responses that are long enough to train on; where none is, the last ones that were are trained on again.
 #[derive(Debug, Clone, PartialEq)]
@@ -11,6 +11,14 @@ pub(crate) struct KeptResponses {
     least: usize,
     /// The last responses that were long enough, and their rows of the data.
     last: Option<(Vec<usize>, Vec<Response>)>,
+}
+
+/// The state of [`KeptResponses`] in a checkpoint: the last responses that were long enough.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct KeptState {
+    rows: Vec<usize>,
+    tokens: Vec<Vec<i64>>,
+    stopped: Vec<bool>,
 }
 
 /// The selection of [`KeptResponses::keep`].
@@ -57,25 +65,30 @@ impl KeptResponses {
     }
 
     /// State for a checkpoint, if there is any; log-probabilities are recomputed after resuming.
-    pub(crate) fn state(&self) -> Option<Value> {
+    pub(crate) fn state(&self) -> Option<KeptState> {
         let (rows, responses) = self.last.as_ref()?;
-        let tokens: Vec<&Vec<i64>> = responses.iter().map(|response| &response.tokens).collect();
-        let stopped: Vec<bool> = responses.iter().map(|response| response.finish == FinishReason::Stop).collect();
-        Some(json!({"rows": rows, "tokens": tokens, "stopped": stopped}))
+        Some(KeptState {
+            rows: rows.clone(),
+            tokens: responses.iter().map(|response| response.tokens.clone()).collect(),
+            stopped: responses.iter().map(|response| response.finish == FinishReason::Stop).collect(),
+        })
     }
 
     /// Restores the state that [`KeptResponses::state`] returned, over `prompts` prompts.
-    pub(crate) fn load_state(&mut self, state: Option<&Value>, prompts: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// If its parts are not of as many responses, or of other prompts.
+    pub(crate) fn load_state(&mut self, state: Option<KeptState>, prompts: usize) -> Result<()> {
         self.last = None;
-        let Some(state) = state.filter(|_| self.least > 0) else { return Ok(()) };
-        let wrong =
-            || Error::Run(format!("state of the last responses: expected rows, tokens and stopped, found {state}"));
-        let part = |name: &str| state.get(name).cloned().unwrap_or_default();
-        let rows: Vec<usize> = serde_json::from_value(part("rows")).map_err(|_| wrong())?;
-        let tokens: Vec<Vec<i64>> = serde_json::from_value(part("tokens")).map_err(|_| wrong())?;
-        let stopped: Vec<bool> = serde_json::from_value(part("stopped")).map_err(|_| wrong())?;
+        let Some(KeptState { rows, tokens, stopped }) = state.filter(|_| self.least > 0) else { return Ok(()) };
         if tokens.len() != rows.len() || stopped.len() != rows.len() || rows.iter().any(|&row| row >= prompts) {
-            return Err(wrong());
+            return Err(Error::Run(format!(
+                "state of the last responses: expected rows below {prompts}, each with tokens and stopped, found {} rows, {} tokens \
+                 and {} stopped",
+                rows.len(),
+                tokens.len(),
+                stopped.len()
+            )));
         }
         let finish = |stopped| if stopped { FinishReason::Stop } else { FinishReason::Length };
         let responses = tokens.into_iter().zip(stopped);

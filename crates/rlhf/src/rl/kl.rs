@@ -6,8 +6,7 @@ use rlhf_base::schema::{
     Choice, Choices, KL, Settings, above_zero, all, defaults, exclude, no_effect, refuse, zero_or_more,
 };
 use rlhf_base::{Error, Result};
-use serde::Serialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 
 /// Bound on the relative error of the KL by which an adaptive coefficient changes.
 const MOST_ERROR: f64 = 0.2;
@@ -145,6 +144,13 @@ enum Rule {
     },
 }
 
+/// The state of a [`KlController`] in a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KlState {
+    /// Weight of the KL.
+    kl_coef: f64,
+}
+
 impl KlController {
     /// Creates the controller of a run of `num_updates` updates.
     pub fn new(kl: &KlConfig, num_updates: usize) -> Self {
@@ -180,19 +186,22 @@ impl KlController {
     }
 
     /// Returns the state for a checkpoint.
-    pub fn state(&self) -> Value {
-        json!({"kl_coef": self.coef})
+    pub fn state(&self) -> KlState {
+        KlState { kl_coef: self.coef }
     }
 
     /// Restores the state that [`KlController::state`] returned.
     ///
     /// # Errors
-    /// If `state` is not such a state.
-    pub fn load_state(&mut self, state: &Value) -> Result<()> {
-        let coef = state.get("kl_coef").and_then(Value::as_f64).filter(|coef| coef.is_finite());
-        self.coef = coef.ok_or_else(|| {
-            Error::Run(format!("state of the KL controller: expected a number `kl_coef`, found {state}"))
-        })?;
+    /// If the weight is not finite.
+    pub fn load_state(&mut self, state: KlState) -> Result<()> {
+        let KlState { kl_coef } = state;
+        if !kl_coef.is_finite() {
+            return Err(Error::Run(format!(
+                "state of the KL controller: expected a number `kl_coef`, found {kl_coef}"
+            )));
+        }
+        self.coef = kl_coef;
         Ok(())
     }
 }
@@ -255,13 +264,11 @@ mod tests {
         for kl in [3.7, 11.1, 6.3] {
             one.observe(kl, 37);
         }
-        let text = one.state().to_string();
-        other.load_state(&serde_json::from_str(&text).unwrap()).unwrap();
+        let text = serde_json::to_string(&one.state()).unwrap();
+        other.load_state(serde_json::from_str(&text).unwrap()).unwrap();
         assert_eq!(other, one);
-        for state in [json!(null), json!({}), json!({"kl_coef": "0.2"}), json!({"kl_coef": null})] {
-            let error = other.load_state(&state).unwrap_err().to_string();
-            assert!(error.contains("KL controller: expected a number `kl_coef`"), "{error}");
-        }
+        let error = other.load_state(KlState { kl_coef: f64::NAN }).unwrap_err().to_string();
+        assert!(error.contains("KL controller: expected a number `kl_coef`"), "{error}");
         assert_eq!(other, one);
     }
 }

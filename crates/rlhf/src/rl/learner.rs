@@ -20,10 +20,10 @@ use rlhf_lm::model::{
     CausalLm, Distributions, Gathered, JointBatch, LogprobOptions, ModelConfig, ModelHead, PretrainedModel,
     SequenceClassifier, Shards, TokenLogprobs, ValueModel,
 };
-use rlhf_lm::optim::loss_scale::{LossScaleConfig, LossScaler};
+use rlhf_lm::optim::loss_scale::{LossScaleConfig, LossScaleState, LossScaler};
 use rlhf_lm::optim::micro_batch::{MicroBatchLimit, micro_batch_tokens, micro_batches};
 use rlhf_lm::optim::{LearningRates, Optimizer, OptimizerConfig, SharedGradients};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::mpsc::Sender;
 use tch::Tensor;
@@ -255,12 +255,24 @@ impl Learner {
     /// # Errors
     /// If the state has no room there.
     pub fn with_state_at(
-        mut policy: CausalLm,
+        policy: CausalLm,
         value: impl Into<ValueModel>,
         settings: LearnerSettings,
         place: Option<&Offload>,
     ) -> Result<Self> {
-        let mut value = value.into();
+        Self::on_ranks(&World::of_process(), (policy, value.into()), settings, place)
+    }
+
+    /// [`Learner::with_state_at`] on the ranks `world`, in place of those that this process has joined.
+    ///
+    /// # Errors
+    /// If the state has no room there.
+    pub fn on_ranks(
+        world: &World,
+        (mut policy, mut value): (CausalLm, ValueModel),
+        settings: LearnerSettings,
+        place: Option<&Offload>,
+    ) -> Result<Self> {
         let checkpointing = settings.gradient_checkpointing;
         policy.set_trainable(true);
         policy.set_gradient_checkpointing(checkpointing);
@@ -272,10 +284,9 @@ impl Learner {
         let activation_bytes = policy.activation_bytes(checkpointing).max(of_value(checkpointing));
         let most = settings.max_tokens_per_micro_batch;
         let micro_batch_tokens = micro_batch_tokens(most, policy.device(), policy.params(), activation_bytes);
-        let world = World::of_process();
-        policy.shard(&world, settings.policy_stage);
+        policy.shard(world, settings.policy_stage);
         if let Some(value) = value.model_mut() {
-            value.shard(&world, settings.value_stage);
+            value.shard(world, settings.value_stage);
         }
         let of_value = |value| optimizer_of(value, &settings.value_optimizer, &settings, place);
         let optimizers = Optimizers {
@@ -293,7 +304,7 @@ impl Learner {
             collect_ratios: false,
             collect_clips: false,
             observer: None,
-            world,
+            world: world.clone(),
             policy,
             value,
             settings,
@@ -1075,6 +1086,13 @@ pub(crate) struct Scaling {
     align: bool,
 }
 
+/// The state of [`Scaling`] in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ScalingState {
+    policy: LossScaleState,
+    value: Option<LossScaleState>,
+}
+
 impl Scaling {
     fn new(value: &ValueModel, config: &LossScaleConfig, align: bool) -> Self {
         let scaler = || LossScaler::new(config);
@@ -1103,13 +1121,18 @@ impl Scaling {
         }
     }
 
-    pub(crate) fn state(&self) -> Value {
-        json!({"policy": self.policy.state(), "value": self.value.as_ref().map(LossScaler::state)})
+    /// State for a checkpoint.
+    pub(crate) fn state(&self) -> ScalingState {
+        ScalingState { policy: self.policy.state(), value: self.value.as_ref().map(LossScaler::state) }
     }
 
-    pub(crate) fn load_state(&mut self, state: &Value) -> Result<()> {
-        self.policy.load_state(&state["policy"])?;
-        self.value.as_mut().map_or(Ok(()), |value| value.load_state(&state["value"]))
+    /// Restores the state that [`Scaling::state`] returned.
+    ///
+    /// # Errors
+    /// If a scale is no number above 0.
+    pub(crate) fn load_state(&mut self, state: &ScalingState) -> Result<()> {
+        self.policy.load_state(&state.policy)?;
+        self.value.as_mut().zip(state.value.as_ref()).map_or(Ok(()), |(value, state)| value.load_state(state))
     }
 }
 

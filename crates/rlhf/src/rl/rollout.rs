@@ -44,6 +44,24 @@ pub struct RolloutSettings {
     pub left_out: Vec<i64>,
 }
 
+/// Settings of the passes as far as they follow from the settings of a run, before its policy is loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutPlan {
+    /// The settings for a policy whose decoding is exact.
+    pub settings: RolloutSettings,
+    /// Take log-probabilities anew where decoding rounds otherwise than the pass of training.
+    pub recomputes_rounded: bool,
+}
+
+impl RolloutPlan {
+    /// Returns the settings for `policy`.
+    pub fn of(&self, policy: &CausalLm) -> RolloutSettings {
+        let mut settings = self.settings.clone();
+        settings.recompute_logprobs |= self.recomputes_rounded && !policy.is_exact();
+        settings
+    }
+}
+
 /// Policy, reference and critic, evaluated without gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct RolloutModels<'a> {

@@ -4,8 +4,7 @@ use super::settings::WhitenAdvantages;
 use crate::rl::advantage::{Advantage, whiten_update};
 use crate::rl::experience::{Experience, row_index};
 use crate::rl::math::{self, KlEstimator, ScorePosition};
-use tch::{Kind, Tensor};
-use tch_ext::on_device;
+use tch::Tensor;
 
 /// Settings that turn an experience into rewards and targets.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,29 +90,4 @@ pub fn advantages(e: &Experience, rewards: &Tensor, shaping: &Shaping) -> (Tenso
     let (advantages, returns) = shaping.advantage.estimate(e, rewards, shaping.reward_clip);
     let mask = e.whitened_mask(shaping.advantage.needs_critic());
     (whiten_update(&advantages, &mask, shaping.whiten_advantages), returns)
-}
-
-/// `scores` minus `penalty` for each row without a stop token; `[B]`.
-pub fn penalize_missing_stop(scores: &Tensor, stopped: &[bool], penalty: f64) -> Tensor {
-    let missing = on_device(stopped, scores.device()).logical_not();
-    scores - missing.to_kind(Kind::Float) * penalty
-}
-
-/// `scores`, with `value` in place of the score of each row without a stop token; `[B]`.
-pub fn replace_missing_stop(scores: &Tensor, stopped: &[bool], value: f64) -> Tensor {
-    scores.masked_fill(&on_device(stopped, scores.device()).logical_not(), value)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_missing_stop_lowers_the_score_or_replaces_any_score() {
-        let scores = Tensor::from_slice(&[3.0f32, 5.0, f32::NAN]);
-        let replaced = replace_missing_stop(&scores, &[true, false, false], -1.0);
-        assert_eq!(Vec::<f32>::try_from(replaced).unwrap(), [3.0, -1.0, -1.0]);
-        let lowered = penalize_missing_stop(&scores.narrow(0, 0, 2), &[true, false], 1.5);
-        assert_eq!(Vec::<f32>::try_from(lowered).unwrap(), [3.0, 3.5]);
-    }
 }

@@ -1,7 +1,7 @@
 //! Texts that a policy keeps learning to continue while PPO trains it (InstructGPT's PPO-ptx): packed into blocks of one
 //! length, taken in shuffled passes.
 
-use crate::data::{Cursor, Dataset, Files};
+use crate::data::{Cursor, CursorState, Dataset, Files};
 use rlhf_base::dist::World;
 use rlhf_base::name_of;
 use rlhf_base::schema::{LOSS, Settings, above_zero, all, defaults, no_effect};
@@ -10,7 +10,6 @@ use rlhf_lm::model::{Batch, CausalLm};
 use rlhf_lm::optim::micro_batch::micro_batches;
 use rlhf_lm::tokenizer::Tokenizer;
 use serde::Serialize;
-use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
@@ -121,7 +120,7 @@ impl Unsupervised {
     }
 
     /// Resumable position.
-    pub(crate) fn state(&self) -> Value {
+    pub(crate) fn state(&self) -> CursorState {
         self.cursor.state()
     }
 
@@ -129,9 +128,12 @@ impl Unsupervised {
     ///
     /// # Errors
     /// If that was over another number of blocks, and they may not differ.
-    pub(crate) fn load_state(&mut self, state: &Value, may_differ: bool) -> Result<()> {
-        let loaded = if may_differ { self.cursor.load_place(state) } else { self.cursor.load_state(state) };
-        loaded.map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
+    pub(crate) fn load_state(&mut self, state: &CursorState, may_differ: bool) -> Result<()> {
+        if may_differ {
+            self.cursor.restore(state.taken);
+            return Ok(());
+        }
+        self.cursor.load_state(state).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
     }
 }
 

@@ -24,7 +24,7 @@ pub use folders::has_checkpoint;
 pub(crate) use folders::{clear, folders, name_of, newest, numbered, places};
 pub(crate) use folders::{commit, commit_among_others};
 pub(crate) use saved::{FinishedRun, Saved, UpdateRecord};
-pub(crate) use state::{PartStates, State};
+pub(crate) use state::{FixedState, PartStates, State, or_default, parts_of, read_parts};
 
 use crate::run::settings::{Interval, RunConfig};
 use folders::{remove, sizes};

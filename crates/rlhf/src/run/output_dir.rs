@@ -47,7 +47,6 @@ const RUN_FILES: [&str; 15] = [
     REPORT,
     ALARMS,
     CONFIG,
-    OLD_CONFIG,
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -57,15 +56,9 @@ const RUN_FILES: [&str; 15] = [
     "adapter_model.safetensors",
 ];
 
-/// Its name in runs of earlier builds, which can be resumed.
-const OLD_CONFIG: &str = "run.yaml";
-
 /// Returns whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or started to write, and not a user.
 pub(crate) fn holds_run(dir: &Path) -> bool {
-    match files::read(&dir.join(CONFIG)) {
-        Ok(text) => is_resolved(&text),
-        Err(_) => !dir.join(CONFIG).exists() && dir.join(OLD_CONFIG).is_file(),
-    }
+    files::read(&dir.join(CONFIG)).is_ok_and(|text| is_resolved(&text))
 }
 
 /// Returns whether a run wrote this `config.yaml`, or started to.
@@ -124,7 +117,7 @@ pub(crate) fn is_run_file(name: &str) -> bool {
 /// Returns the paths of the files in a run's folder that belong to its models: weights, tokenizer, model card, settings; also those of
 /// the value model, the moving average and the bases of adapters. Settings with secrets are left out.
 pub(crate) fn model_files(dir: &Path) -> Vec<String> {
-    let others = [METRICS, TRACKERS, RUN_LENGTH, REPORT, ALARMS, OLD_CONFIG, TOOLS_LOG];
+    let others = [METRICS, TRACKERS, RUN_LENGTH, REPORT, ALARMS, TOOLS_LOG];
     let is_of_model = |name: &str| {
         is_run_file(name)
             && !others.contains(&name)
@@ -351,7 +344,7 @@ pub(crate) fn read_start(dir: &Path) -> Option<u64> {
     read_json(&dir.join(RUN_LENGTH)).ok()?["began"].as_u64()
 }
 
-/// Returns the number that [`write_length`] wrote; `None` for runs of earlier builds, and for a damaged file.
+/// Returns the number that [`write_length`] wrote; `None` for a damaged file.
 pub(crate) fn read_length(dir: &Path) -> Option<u64> {
     read_json(&dir.join(RUN_LENGTH)).ok()?["num_updates"].as_u64()
 }
@@ -380,8 +373,7 @@ pub(crate) fn claim_locked(
 ///
 /// That file makes a folder a run's, and is replaced after everything else: a run that is killed before can start again.
 fn write_settings(dir: &Path, resolved: &impl Serialize) -> Result<()> {
-    write_resolved(resolved, dir.join(CONFIG))?;
-    remove_files(dir, |name| name == OLD_CONFIG)
+    write_resolved(resolved, dir.join(CONFIG))
 }
 
 /// Renames folders that are left where a run will write checkpoints or its best model, as they have files of the user. Returns a note on
@@ -441,7 +433,7 @@ fn remove_run_files(dir: &Path) -> Result<()> {
     }
     // It stays if it has other files.
     let _ = std::fs::remove_dir(dir.join(FURTHER_TEMPLATES));
-    remove_files(dir, |name| is_run_file(name) && name != CONFIG && name != OLD_CONFIG)
+    remove_files(dir, |name| is_run_file(name) && name != CONFIG)
 }
 
 /// Removes the files in `dir` whose names are `removed`.
@@ -509,15 +501,13 @@ mod tests {
         std::fs::write(&config, "seed: 1\n").unwrap();
         assert!(check(true).unwrap_err().contains("no run"), "a user's config.yaml is no run's");
         std::fs::remove_file(&config).unwrap();
-        for (name, text) in [(OLD_CONFIG, "old"), (CONFIG, RESOLVED)] {
-            std::fs::write(dir.path().join(name), text).unwrap();
-            assert!(check(false).unwrap_err().contains("--resume_from_checkpoint to resume the run, or --overwrite"));
-            // A command that is no training run has no such flag.
-            let error = check_folder(dir.path(), false, &[]).unwrap_err().to_string();
-            assert!(error.ends_with("choose another folder, or set --overwrite_output_dir to replace it"), "{error}");
-            check(true).unwrap();
-            assert_eq!(std::fs::read_to_string(dir.path().join(name)).unwrap(), text, "checking changes nothing");
-        }
+        std::fs::write(&config, RESOLVED).unwrap();
+        assert!(check(false).unwrap_err().contains("--resume_from_checkpoint to resume the run, or --overwrite"));
+        // A command that is no training run has no such flag.
+        let error = check_folder(dir.path(), false, &[]).unwrap_err().to_string();
+        assert!(error.ends_with("choose another folder, or set --overwrite_output_dir to replace it"), "{error}");
+        check(true).unwrap();
+        assert_eq!(std::fs::read_to_string(&config).unwrap(), RESOLVED, "checking changes nothing");
     }
 
     #[test]
@@ -538,7 +528,6 @@ mod tests {
             "alarms.jsonl",
             "rollouts/update-000001.parquet",
             "config.yaml",
-            "run.yaml",
             "model-00001-of-00002.safetensors",
             "value_model/config.json",
             "checkpoint-4/trainer_state.json",
@@ -552,6 +541,7 @@ mod tests {
             "additional_chat_templates/notes.txt",
             "thesis.tex",
             "model-notes.txt",
+            "run.yaml",
             "model-backup/config.json",
             "value_model/mine",
             "checkpoint-old/config.json",

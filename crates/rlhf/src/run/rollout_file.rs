@@ -114,18 +114,14 @@ pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let pairs = files::parquet_rows(file, |columns| rows.push(columns.into_iter().collect::<HashMap<String, Field>>()))
         .map_err(invalid)?;
     let value = |key: &str| pairs.iter().filter(|pair| pair.key == key).find_map(|pair| pair.value.clone());
-    let (record, digest) = (value(RECORD), value(DIGEST));
-    // Files of earlier versions have no digest.
-    if let (Some(record), Some(digest)) = (&record, &digest)
-        && !has_digest(&contents, record, digest).map_err(Error::io("read", path))?
-    {
+    let (Some(record), Some(digest)) = (value(RECORD), value(DIGEST)) else {
+        return Err(invalid("expected the settings of its update and a SHA-256 in the metadata, found none".into()));
+    };
+    if !has_digest(&contents, &record, &digest).map_err(Error::io("read", path))? {
         return Err(invalid("not what the run has written: its SHA-256 differs from that in its metadata".into()));
     }
-    let record = record.and_then(|record| serde_json::from_str(&record).ok()).ok_or_else(|| {
-        invalid(
-            "expected the settings of its update in the metadata, found none: this version writes them, earlier ones did not".into(),
-        )
-    })?;
+    let record = serde_json::from_str(&record)
+        .map_err(|e| invalid(format!("expected the settings of its update in the metadata: {e}")))?;
     let row = |(place, fields): (usize, &HashMap<String, Field>)| {
         let found = Row { fields }.read(step);
         found.map_err(|name| {

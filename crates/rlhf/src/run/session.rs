@@ -25,7 +25,7 @@
 //! taken since ([`Trainee::steps`]).
 
 use crate::run::best::Best;
-use crate::run::checkpoint::{self, Checkpoints, Epochs, RunSettings, Saved, is_due};
+use crate::run::checkpoint::{self, Checkpoints, Epochs, FixedState, RunSettings, Saved, is_due, parts_of};
 use crate::run::event::Event;
 use crate::run::inputs::Inputs;
 use crate::run::output_dir::{CONFIG, FolderLock, check_output_dir, claim_output_dir, write_length};
@@ -33,9 +33,10 @@ use crate::run::push::Pusher;
 use crate::run::push::settings::HubStrategy;
 use crate::run::report::Reporter;
 use crate::run::resolved::resolved_settings;
+use crate::run::runtime::Runtime;
 use crate::run::settings::{EvalConfig, Interval, RunConfig};
 use crate::run::sinks::Reached;
-use crate::run::sinks::console::{Console, ConsoleOutput};
+use crate::run::sinks::console::ConsoleOutput;
 use crate::run::sinks::driver::Driver;
 use crate::run::sinks::trackers::Outcome;
 use crate::run::start::{Found, Start};
@@ -59,6 +60,9 @@ const TICK: Duration = Duration::from_secs(1);
 
 /// A training command, as its session sees it.
 pub(crate) trait Trainee {
+    /// The resumable state beside weights, optimizers and the best model.
+    type State: Serialize;
+
     fn progress(&self) -> &Progress;
 
     fn progress_mut(&mut self) -> &mut Progress;
@@ -66,10 +70,13 @@ pub(crate) trait Trainee {
     /// Digests of what the run reads.
     fn inputs(&self) -> &Inputs;
 
-    /// Returns the resumable state beside weights, optimizers and the best model: one entry per part, by name.
-    fn state(&self) -> Map<String, Value>;
+    /// Returns the part of the resumable state that no update changes.
+    fn fixed_state(&self) -> FixedState;
 
-    /// Restores weights, optimizers and what [`Trainee::state`] returned.
+    /// Returns the part of the state that updates change.
+    fn state(&self) -> Self::State;
+
+    /// Restores weights, optimizers and what [`Trainee::fixed_state`] and [`Trainee::state`] returned.
     ///
     /// # Errors
     /// If the checkpoint is not of a run like this one.
@@ -222,9 +229,16 @@ impl Progress {
 /// The part of a checkpoint's state with the rollbacks so far.
 const ROLLBACKS: &str = "rollbacks";
 
+/// Returns the trainee's resumable state by part, as a checkpoint has it.
+pub(crate) fn resumable_parts(trainee: &impl Trainee) -> Map<String, Value> {
+    let mut parts = parts_of(&trainee.fixed_state());
+    parts.extend(parts_of(&trainee.state()));
+    parts
+}
+
 /// Records the trainee's resumable state after a completed update.
 pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
-    let (mut state, steps) = (trainee.state(), trainee.steps());
+    let (mut state, steps) = (resumable_parts(trainee), trainee.steps());
     let progress = trainee.progress_mut();
     state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
     state.extend((progress.rollbacks > 0).then(|| (ROLLBACKS.into(), progress.rollbacks.into())));
@@ -267,8 +281,12 @@ impl Opening {
     /// # Errors
     /// If ranks have different settings; if another run is in the folder, or the run may not write there or cannot resume; if it may not
     /// push to the hub.
-    pub(crate) fn new(run: &RunConfig, command: &str, config: &impl RunSettings, inputs: &[&Path]) -> Result<Self> {
-        let world = World::of_process();
+    pub(crate) fn new(
+        world: &World,
+        command: &str,
+        (config, run): (&impl RunSettings, &RunConfig),
+        inputs: &[&Path],
+    ) -> Result<Self> {
         world.check_settings(&common_settings(command, config)?)?;
         let opening = world.on_main(|| Self::on_main(run, command, config, inputs))?.unwrap_or_default();
         Ok(Self { start: world.broadcast(opening.start)?, ..opening })
@@ -353,9 +371,9 @@ impl<'w> Session<'w> {
         opening: Option<Opening>,
         spec: &RunSpec<'_, C>,
         mut warnings: Vec<String>,
-        console: Console,
+        runtime: &Runtime,
     ) -> Result<Self> {
-        let world = World::of_process();
+        let Runtime { world, console } = runtime.clone();
         set_complete(false);
         let mut start = Start { in_place: true, ..Start::default() };
         let mut opening = opening;
@@ -531,7 +549,7 @@ impl<'w> Session<'w> {
             trainee.bit_sums().into_iter().map(|(name, sum)| format!("{name}: {sum}")).collect();
         let metrics = metrics.into_iter().flat_map(Metrics::iter).filter(|(name, _)| !is_clock(name));
         parts.extend(metrics.map(|(name, value)| format!("{name}: {:016x}", value.to_bits())));
-        parts.extend(trainee.state().iter().map(|(name, value)| format!("{name}: {value}")));
+        parts.extend(resumable_parts(trainee).iter().map(|(name, value)| format!("{name}: {value}")));
         let all = self.world.gather(parts.join("\n"))?;
         let Some(rank) = all.iter().position(|bits| *bits != all[0]) else { return Ok(()) };
         let differing = all[0].lines().zip(all[rank].lines()).find(|(main, other)| main != other);
@@ -1002,6 +1020,7 @@ fn conclude(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::sinks::console::Console;
     use rlhf_base::schema::{Field, Settings as _};
 
     #[test]
@@ -1058,7 +1077,8 @@ mod tests {
         }
 
         fn train(&mut self, config: &Settings, stop_after: usize, fails_at: Option<usize>) -> Result<usize> {
-            let opening = Opening::new(&config.run, "sft", config, &[])?;
+            let alone = Runtime { world: World::single(), console: Console::Silent };
+            let opening = Opening::new(&alone.world, "sft", (config, &config.run), &[])?;
             let spec = RunSpec {
                 command: "sft",
                 config,
@@ -1069,7 +1089,7 @@ mod tests {
                 batch_size: 1,
                 epochs: Epochs { per_update: 1, len: 9 },
             };
-            let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), Console::Silent)?;
+            let mut session = Session::begin(self, Some(opening), &spec, Vec::new(), &alone)?;
             session.watch(|event| match event {
                 Event::Update { step, .. } if *step >= stop_after => ControlFlow::Break(()),
                 _ => ControlFlow::Continue(()),
@@ -1099,6 +1119,8 @@ mod tests {
     }
 
     impl Trainee for Counter {
+        type State = Map<String, Value>;
+
         fn progress(&self) -> &Progress {
             &self.progress
         }
@@ -1111,7 +1133,11 @@ mod tests {
             &self.inputs
         }
 
-        fn state(&self) -> Map<String, Value> {
+        fn fixed_state(&self) -> FixedState {
+            FixedState { inputs: self.inputs.state(), ..FixedState::default() }
+        }
+
+        fn state(&self) -> Self::State {
             Map::from_iter([("taken".into(), self.taken.into()), ("recorded".into(), self.progress.recorded.into())])
         }
 

@@ -9,6 +9,7 @@ use super::plan::Sizes;
 use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
+use crate::reward::{Spec, specs};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::{LossType, WhitenAdvantages};
@@ -71,10 +72,19 @@ impl PpoConfig {
     ///
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.checked().map(drop)
+    }
+
+    /// Checks every setting as [`PpoConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
+    pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
         // The checks below multiply some of them.
         check_sizes(self)?;
         let sizes = self.sizes();
         let known = sizes.as_ref().ok();
+        let (rewards, of_rewards) = match specs(self) {
+            Ok(rewards) => (rewards, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
         all([
             at_least_one(name_of!(self.response_length), self.response_length),
             at_least_one(name_of!(self.num_ppo_epochs), self.num_ppo_epochs),
@@ -113,7 +123,7 @@ impl PpoConfig {
             self.rewards.check(),
             self.environment.check(),
             self.check_environment(),
-            crate::reward::specs(self).and_then(|rewards| self.rewards.check_outside(&rewards)),
+            of_rewards.and_then(|()| self.rewards.check_outside(&rewards)),
             self.data.check(self.eval_dataset_name.as_deref()),
             self.prompt_length.check(),
             self.check_adapters(),
@@ -125,14 +135,15 @@ impl PpoConfig {
             self.test_mode.check(),
             check_learning(self.learning_rate, &self.optimizer, Some(self.value_optimizer().1.lr_scheduler_type)),
             self.check_optimizer(),
-            self.check_offload(),
+            self.check_offload(&rewards),
             self.alarms.check(self.run.checkpoints.save_steps.is_some()),
             self.half.check(self.run.fp16),
             self.run.check(&[self.policy_stage(), self.value_stage()], &self.eval),
             at_least_one(name_of!(self.num_eval_prompts), self.num_eval_prompts),
             self.check_best_metric(),
             sizes.map(drop),
-        ])
+        ])?;
+        Ok(rewards)
     }
 
     /// Refuses settings that an environment does not go with.
@@ -175,9 +186,8 @@ impl PpoConfig {
     }
 
     /// Refuses to offload frozen models alone where there are none.
-    fn check_offload(&self) -> Result<()> {
+    fn check_offload(&self, rewards: &[Spec]) -> Result<()> {
         let own_reference = self.has_reference() && !self.peft.use_peft;
-        let rewards = crate::reward::specs(self).unwrap_or_default();
         if own_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
             Ok(())
         } else {

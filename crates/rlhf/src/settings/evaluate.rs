@@ -10,7 +10,7 @@ use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
 use crate::data::SplitConfig;
 use crate::environment::EnvironmentConfig;
-use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, specs, without_query};
+use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, Spec, specs, without_query};
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
@@ -189,7 +189,16 @@ impl EvaluateConfig {
     ///
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.checked().map(drop)
+    }
+
+    /// Checks every setting as [`EvaluateConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
+    pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
+        let (rewards, of_rewards) = match specs(self) {
+            Ok(rewards) => (rewards, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
         let sides = match (&self.compare, &self.compare_column) {
             (Some(model), Some(column)) => exclude(
                 name_of!(self.compare),
@@ -225,7 +234,7 @@ impl EvaluateConfig {
             sides,
             revision,
             normalize,
-            self.check_judge(),
+            of_rewards.and_then(|()| self.check_judge(&rewards)),
             self.judge.check(),
             self.rewards.check(),
             enough,
@@ -235,13 +244,13 @@ impl EvaluateConfig {
             self.split.check(),
             self.compute.check(),
             self.generate(&self.model_name_or_path, &self.model_revision).check(),
-        ])
+        ])?;
+        Ok(rewards)
     }
 
     /// Checks that there is one judge, and that it fits what is evaluated.
-    fn check_judge(&self) -> Result<()> {
-        let rewards = specs(self)?;
-        self.rewards.check_outside(&rewards)?;
+    fn check_judge(&self, rewards: &[Spec]) -> Result<()> {
+        self.rewards.check_outside(rewards)?;
         let judge = &self.judge;
         let pairwise = match (&judge.judge_command, &judge.judge_url) {
             (Some(_), Some(_)) => {
@@ -348,7 +357,7 @@ impl JudgeConfig {
 impl<'a> From<&'a EvaluateConfig> for RewardSources<'a> {
     fn from(config: &'a EvaluateConfig) -> Self {
         let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
-        Self { model, label, settings: &config.rewards }
+        Self { model, revision: None, label, settings: &config.rewards }
     }
 }
 

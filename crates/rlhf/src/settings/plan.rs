@@ -38,6 +38,13 @@ pub struct PpoPlan {
     pub sample_every: Option<usize>,
 }
 
+impl PpoPlan {
+    /// Number of optimizer steps of an epoch over the responses of an update.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.epoch.steps(self.batch_size)
+    }
+}
+
 /// Sizes of an SFT or reward model run, each checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainPlan {

@@ -359,7 +359,7 @@ impl PpoConfig {
 impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
     fn from(config: &'a PpoConfig) -> Self {
         let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
-        Self { model, label, settings: &config.rewards }
+        Self { model, revision: None, label, settings: &config.rewards }
     }
 }
 

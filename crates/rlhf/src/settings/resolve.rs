@@ -8,10 +8,12 @@ use crate::rl::advantage::{
 };
 use crate::rl::checks::CheckSettings;
 use crate::rl::eos::left_out_of_losses;
-use crate::rl::learner::{LearnerSettings, StepRates, UpdateSettings, mini_batch_orders};
+use crate::rl::learner::{LearnerSettings, StepRates, UpdateSettings};
 use crate::rl::loss::LossSettings;
 use crate::rl::math::{KlEstimator, PolicyClip, ScorePosition};
-use crate::rl::rollout::RolloutSettings;
+use crate::rl::rollout::{RolloutPlan, RolloutSettings};
+use crate::rl::schedule::Schedule;
+use crate::rl::scores::{Penalties, Unstopped};
 use crate::rl::settings::WhitenAdvantages;
 use crate::rl::shaping::Shaping;
 use rlhf_base::Result;
@@ -22,7 +24,7 @@ use rlhf_base::schema::exclude;
 use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig, StopToken};
 use rlhf_lm::generate::{GenerationConfig, Sampling, StopStrings};
 use rlhf_lm::model::{CausalLm, LoraConfig, is_lm_head};
-use rlhf_lm::optim::{LearningRates, OptimizerConfig, learning_rate};
+use rlhf_lm::optim::{LearningRates, OptimizerConfig};
 use rlhf_lm::tokenizer::Tokenizer;
 
 /// The token that ends a response.
@@ -106,33 +108,42 @@ impl PpoConfig {
 
     /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
+        self.rollout_plan().of(policy)
+    }
+
+    /// Returns the evaluation of responses as far as it does not depend on the policy.
+    pub(super) fn rollout_plan(&self) -> RolloutPlan {
         let full_kl = self.kl.kl_estimator == KlEstimator::Full && self.has_reference();
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
         let temperature = self.logprob_temperature();
-        RolloutSettings {
+        let settings = RolloutSettings {
             response_length: self.response_length,
             batch_size: self.local_rollout_forward_batch_size,
             group_size: self.advantage.num_generations,
             temperature,
             filtered_logprobs,
             // Decoding records log-probabilities over the whole vocabulary, at the temperature of sampling, in one pass per token.
-            recompute_logprobs: filtered_logprobs
-                || (!policy.is_exact() && !self.ratios_are_one())
-                || temperature != self.temperature,
+            recompute_logprobs: filtered_logprobs || temperature != self.temperature,
             compares_sampling: !filtered_logprobs && temperature == self.temperature,
             score_position: self.score_position(),
             last_value_in_loss: self.mask.last_value_in_loss,
             full_kl,
             store_distributions: self.stores_distributions(),
             left_out: Vec::new(),
-        }
+        };
+        RolloutPlan { settings, recomputes_rounded: !self.ratios_are_one() }
     }
 
     /// Returns the settings of the sanity checks.
     pub fn checks(&self, policy: &CausalLm) -> CheckSettings {
+        self.checks_with(self.rollout(policy), self.shaping())
+    }
+
+    /// Returns [`PpoConfig::checks`] with what has been resolved already.
+    pub(super) fn checks_with(&self, rollout: RolloutSettings, shaping: Shaping) -> CheckSettings {
         CheckSettings {
-            rollout: RolloutSettings { recompute_logprobs: true, group_size: 1, ..self.rollout(policy) },
-            shaping: self.shaping(),
+            rollout: RolloutSettings { recompute_logprobs: true, group_size: 1, ..rollout },
+            shaping,
             kl_coef: self.kl.kl_coef,
             low_precision: self.run.is_low_precision(),
         }
@@ -151,6 +162,15 @@ impl PpoConfig {
             whiten_rewards: self.whiten_rewards,
             advantage: self.advantage(),
             whiten_advantages: self.whitening(),
+        }
+    }
+
+    /// Returns the penalties of responses that do not stop or are too long.
+    pub(crate) fn penalties(&self) -> Penalties {
+        let replaced = self.non_eos_penalty.then_some(Unstopped::Replaced(self.penalty_reward_value));
+        Penalties {
+            unstopped: self.missing_eos_penalty.map(Unstopped::Less).or(replaced),
+            overlong: self.groups.overlong(self.response_length),
         }
     }
 
@@ -264,37 +284,32 @@ impl PpoConfig {
         }
     }
 
-    /// Returns the order of an update's `rows` rows in each of its epochs.
+    /// Returns the learning rates and the orders of rows from update to update: with the presets `grpo` and `rloo` the rates follow
+    /// optimizer steps, as in TRL's trainers, with the others updates.
+    pub fn schedule(&self) -> Schedule {
+        Schedule {
+            policy: (self.learning_rate, self.optimizer.clone()),
+            value: self.value_optimizer(),
+            value_warmup_updates: self.value.value_warmup_updates,
+            by_step: self.preset.is_of_groups(),
+            epochs: self.num_ppo_epochs,
+            seed: self.run.seed,
+        }
+    }
+
+    /// Returns [`Schedule::orders`] of [`PpoConfig::schedule`].
     pub fn mini_batch_orders(&self, update: usize, rows: usize) -> Vec<Vec<usize>> {
-        let epochs = self.num_ppo_epochs;
-        if self.preset.is_of_groups() {
-            // TRL's trainers take the same mini-batches in each iteration.
-            return vec![mini_batch_orders(self.run.seed, 1, update, rows).remove(0); epochs];
-        }
-        mini_batch_orders(self.run.seed, epochs, update, rows)
+        self.schedule().orders(update, rows)
     }
 
-    /// Returns the learning rates of the optimizer steps of update `update` (from 0) of `plan`: the presets `grpo` and `rloo` have a
-    /// schedule over optimizer steps, as TRL's trainers, the others over updates.
+    /// Returns [`Schedule::step_rates`] of [`PpoConfig::schedule`], for update `update` (from 0) of `plan`.
     pub fn step_rates(&self, update: usize, plan: &PpoPlan) -> StepRates {
-        if !self.preset.is_of_groups() {
-            return self.learning_rates(update, plan.num_total_batches).into();
-        }
-        let steps = plan.epoch.steps(plan.batch_size) * self.num_ppo_epochs;
-        (0..steps).map(|step| self.learning_rates(update * steps + step, plan.num_total_batches * steps)).collect()
+        self.schedule().step_rates(update, plan.num_total_batches, plan.steps_per_epoch())
     }
 
-    /// Returns the learning rates of update `update` (from 0) of `num_updates`: the policy's schedule covers the updates in which
-    /// it is trained.
+    /// Returns [`Schedule::rates`] of [`PpoConfig::schedule`].
     pub fn learning_rates(&self, update: usize, num_updates: usize) -> LearningRates {
-        let frozen = self.value.value_warmup_updates;
-        let of_policy =
-            |update| learning_rate(self.learning_rate, &self.optimizer, update, num_updates.saturating_sub(frozen));
-        let (peak, optimizer) = self.value_optimizer();
-        LearningRates {
-            policy: update.checked_sub(frozen).map(of_policy),
-            value: learning_rate(peak, &optimizer, update, num_updates),
-        }
+        self.schedule().rates(update, num_updates)
     }
 
     /// Returns the value model's adapter; `None` if it gets none.

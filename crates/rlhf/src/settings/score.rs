@@ -6,11 +6,10 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
-use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, resolve, specs};
+use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, Spec, resolve, specs};
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{MODELS, Settings, all, defaults, refuse, usage};
-use rlhf_hub as hub;
 use rlhf_lm::model::ModelOptions;
 use rlhf_lm::tokenizer::Tokenizer;
 
@@ -57,26 +56,35 @@ impl ScoreConfig {
     ///
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.checked().map(drop)
+    }
+
+    /// Checks every setting as [`ScoreConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
+    fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
-        let rewards = specs(self).and_then(|rewards| match rewards[..] {
+        let (rewards, of_rewards) = match specs(self) {
+            Ok(rewards) => (rewards, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        let enough = match rewards[..] {
+            _ if of_rewards.is_err() => of_rewards,
             [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
             _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => refuse(
                 name_of!(self.tokenizer_name),
                 ": expected the policy's folder, as rewards read the text of its tokens, found none",
             ),
             _ => Ok(()),
-        });
-        all([self.rewards.check(), rewards, self.rows.check()])
+        };
+        all([self.rewards.check(), enough, self.rows.check()])?;
+        Ok(rewards)
     }
 
-    /// Loads the rewards of this configuration, for responses of `tokenizer`.
+    /// Checks every setting, and loads the rewards, for responses of `tokenizer`.
     ///
     /// # Errors
-    /// If one is not written as it should be, or cannot be loaded.
+    /// If a setting is not what it should be, or a reward cannot be loaded.
     pub fn load_rewards(&self, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Rewards> {
-        let model = self.model_name_or_path.as_ref();
-        let model = model.map(|name| hub::model_dir(name, Some(&self.model_revision))).transpose()?;
-        let specs = resolve(RewardSources { model: model.as_deref(), ..self.into() })?;
+        let specs = resolve(&self.checked()?)?;
         Rewards::load(specs, &self.rewards, None, tokenizer, self.rows.batch_size, options)
     }
 }
@@ -84,6 +92,6 @@ impl ScoreConfig {
 impl<'a> From<&'a ScoreConfig> for RewardSources<'a> {
     fn from(config: &'a ScoreConfig) -> Self {
         let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
-        Self { model, label, settings: &config.rewards }
+        Self { model, revision: Some(&config.model_revision), label, settings: &config.rewards }
     }
 }

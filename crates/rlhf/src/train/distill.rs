@@ -13,10 +13,10 @@ use super::{
     small_dataset, trained_options,
 };
 use crate::data::{Dataset, PromptLimit, Sources};
+use crate::run::Runtime;
 use crate::run::card::command_to_try;
 use crate::run::event::Sample;
 use crate::run::session::Opening;
-use crate::run::sinks::console::Console;
 use crate::settings::{DistillConfig, DistillLoss, Stage, max_prompt_len};
 use rlhf_base::dist::World;
 use rlhf_base::{Error, Refusal, Result, name_of};
@@ -55,15 +55,17 @@ struct Distillation<'a> {
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
 /// saving the last complete update.
-pub fn distill(config: &DistillConfig, console: Console) -> Result<()> {
+pub fn distill(config: &DistillConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let world = &runtime.world;
     config.check()?;
     let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
     };
-    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
-        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
-        train(task, loaded, console)
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), world, |opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub, world))?;
+        train(task, loaded, runtime)
     })
 }
 
@@ -104,6 +106,7 @@ fn load_run<'a>(
     config: &'a DistillConfig,
     opening: Opening,
     hub: &AskedHub,
+    world: &World,
 ) -> Result<(Distillation<'a>, Loaded<'a, DistillConfig, LmHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -136,8 +139,8 @@ fn load_run<'a>(
     let more = [endless(config, &tokenizer), filtered(config), untold(config, &of_teacher)];
     warnings.extend(more.into_iter().flatten());
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
-    teacher.shard(&World::of_process(), config.run.dist.zero_stage);
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
+    teacher.shard(world, config.run.dist.zero_stage);
     config.run.models_place().map_or(Ok(()), |place| teacher.offload(&place, "teacher"))?;
     let words = words(config, &tokenizer, folders.student, (num_rows, first_row.as_ref()));
     let loaded = Loaded {

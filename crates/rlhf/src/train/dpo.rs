@@ -15,9 +15,9 @@ use super::{
 };
 use crate::data::{Dataset, Sources};
 use crate::rl::unsupervised::Unsupervised;
+use crate::run::Runtime;
 use crate::run::card::command_to_try;
 use crate::run::session::Opening;
-use crate::run::sinks::console::Console;
 use crate::run::sinks::phase_bar::PhaseBar;
 use crate::settings::{DpoConfig, Stage};
 pub(crate) use pairs::PairRow;
@@ -60,18 +60,20 @@ struct PreferenceTask<'a> {
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
 /// saving the last complete update.
-pub fn dpo(config: &DpoConfig, console: Console) -> Result<()> {
+pub fn dpo(config: &DpoConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let world = &runtime.world;
     config.check()?;
     let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
     };
-    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
-        let (mut task, loaded) = world.agree(load_run(config, opening, hub))?;
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), world, |opening, hub| {
+        let (mut task, loaded) = world.agree(load_run(config, opening, hub, world))?;
         if config.precompute_ref_log_probs {
-            task.precompute(&loaded.model, world, &PhaseBar::new(console))?;
+            task.precompute(&loaded.model, world, &PhaseBar::new(runtime.console))?;
         }
-        train(task, loaded, console)
+        train(task, loaded, runtime)
     })
 }
 
@@ -106,6 +108,7 @@ fn load_run<'a>(
     config: &'a DpoConfig,
     opening: Opening,
     hub: &AskedHub,
+    world: &World,
 ) -> Result<(PreferenceTask<'a>, Loaded<'a, DpoConfig, LmHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -137,10 +140,10 @@ fn load_run<'a>(
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
     warnings.extend(notes_on_weights(&model_dir, config.run.dtype, &model));
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
     let mut reference = reference;
     if let Some(reference) = &mut reference {
-        place_reference(reference, config)?;
+        place_reference(reference, config, world)?;
     }
     let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
     let loaded = Loaded {
@@ -285,9 +288,9 @@ fn reference_of(config: &DpoConfig) -> Reference<'_> {
     }
 }
 
-/// Places the reference model of the run.
-fn place_reference(reference: &mut CausalLm, config: &DpoConfig) -> Result<()> {
-    reference_of(config).place(reference, &World::of_process(), !config.keeps_reference())
+/// Places the reference model of the run on the ranks `world`.
+fn place_reference(reference: &mut CausalLm, config: &DpoConfig, world: &World) -> Result<()> {
+    reference_of(config).place(reference, world, !config.keeps_reference())
 }
 
 /// Refuses a reference model that cannot follow the policy.

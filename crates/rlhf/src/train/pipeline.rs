@@ -10,7 +10,8 @@ use super::reward_model::{self, reward};
 use super::sft::{self, sft};
 use super::{check_held_out, gather};
 use crate::data::{Dataset, PromptLimit, Sources};
-use crate::reward::{Spec, check_columns, specs};
+use crate::reward::{Spec, check_columns};
+use crate::run::Runtime;
 use crate::run::checkpoint::{FinishedRun, RunSettings, UNFINISHED};
 use crate::run::ends::{ends_of, words};
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
@@ -184,14 +185,16 @@ impl PipelineConfig {
         }
     }
 
-    fn check(&self, stage: Stage) -> Result<()> {
-        match stage {
+    /// Checks the settings of a stage, and returns its rewards.
+    fn check(&self, stage: Stage) -> Result<Vec<Spec>> {
+        let checked = match stage {
             Stage::Sft => self.sft.as_ref().map_or(Ok(()), SftConfig::check),
             Stage::Reward => self.reward.as_ref().map_or(Ok(()), RewardConfig::check),
-            Stage::Ppo => self.ppo.as_ref().map_or(Ok(()), PpoConfig::check),
+            Stage::Ppo => return self.ppo.as_ref().map_or(Ok(Vec::new()), PpoConfig::checked),
             Stage::Dpo => self.dpo.as_ref().map_or(Ok(()), DpoConfig::check),
             Stage::Distill => self.distill.as_ref().map_or(Ok(()), DistillConfig::check),
-        }
+        };
+        checked.map(|()| Vec::new())
     }
 }
 
@@ -203,14 +206,17 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a stage fails or is stopped: the
 /// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
-pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
+pub fn pipeline(config: &PipelineConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let Runtime { world, console } = runtime;
+    let console = *console;
     let threads = tch::get_num_threads();
+    let mut rewards = Vec::new();
     for stage in config.stages() {
-        config.check(stage).map_err(|error| named(stage, error))?;
+        rewards.extend(config.check(stage).map_err(|error| named(stage, error))?);
     }
     check_pushes(config)?;
-    let world = &World::of_process();
-    let begun = world.on_main(|| begin(config, console))?;
+    let begun = world.on_main(|| begin(config, &rewards, runtime))?;
     let states = world.broadcast(begun.as_ref().map_or([StageState::Due; Stage::EVERY.len()], |begun| begun.states))?;
     let config = &config.replacing(states);
     let mut not_pushed = Vec::new();
@@ -233,18 +239,18 @@ pub fn pipeline(config: &PipelineConfig, console: Console) -> Result<()> {
         // A stage may set another number.
         tch::set_num_threads(threads);
         let ended = match stage {
-            Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, console)),
-            Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, console)),
-            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, console)),
-            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, console)),
-            Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, console)),
+            Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, runtime)),
+            Stage::Reward => config.reward.as_ref().map_or(Ok(()), |config| reward(config, runtime)),
+            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| ppo(config, runtime)),
+            Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| dpo(config, runtime)),
+            Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, runtime)),
         };
         match ended.map_err(|error| named(stage, error)) {
             // The model is there, and later stages need it, not its copy on the hub.
             Err(Error::NotPushed(message)) => not_pushed.push(message),
             ended => ended?,
         }
-        world.on_main(|| record_finished(config, stage, dir))?;
+        world.on_main(|| record_finished(config, &rewards, stage, dir))?;
     }
     report_results(config, console)?;
     if not_pushed.is_empty() { Ok(()) } else { Err(Error::NotPushed(not_pushed.join("; "))) }
@@ -288,11 +294,11 @@ enum StageState {
     Again,
 }
 
-/// Locks the pipeline's folder, checks folders and inputs, and writes the settings.
-fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
+/// Locks the pipeline's folder, checks folders and inputs, and writes the settings; `rewards` are those of the stage of PPO.
+fn begin(config: &PipelineConfig, rewards: &[Spec], runtime: &Runtime) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
-    let states = check_folders(config, console)?;
-    check_inputs(config, states)?;
+    let states = check_folders(config, rewards, runtime.console)?;
+    check_inputs(config, rewards, states, &runtime.world)?;
     for stage in config.stages().into_iter().filter(|stage| states[*stage as usize] != StageState::Finished) {
         let repository = config.run(stage).map_or(Ok(None), |run| run.hub.repository());
         repository.map_err(|error| named(stage, error))?;
@@ -305,12 +311,12 @@ fn begin(config: &PipelineConfig, console: Console) -> Result<Begun> {
 }
 
 /// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it. A stage that `enable_test_mode` ended is not.
-fn record_finished(config: &PipelineConfig, stage: Stage, dir: &Path) -> Result<()> {
+fn record_finished(config: &PipelineConfig, rewards: &[Spec], stage: Stage, dir: &Path) -> Result<()> {
     if dir.join(UNFINISHED).is_file() {
         return Ok(());
     }
     let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-    let inputs = inputs_of(config, stage)?;
+    let inputs = inputs_of(config, rewards, stage)?;
     FinishedRun::new(dir, stage.name(), updates as usize, &config.settings(stage), &inputs)?.record()
 }
 
@@ -342,7 +348,11 @@ fn say(console: Console, text: &str) {
 }
 
 /// Checks that each stage may write to its folder, and keeps its settings. Returns the state of each stage.
-fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageState; Stage::EVERY.len()]> {
+fn check_folders(
+    config: &PipelineConfig,
+    rewards: &[Spec],
+    console: Console,
+) -> Result<[StageState; Stage::EVERY.len()]> {
     let out = config.output_dir.as_path();
     let runs = || config.stages().into_iter().filter_map(|stage| Some((stage, config.run(stage)?)));
     if is_model(out) {
@@ -364,7 +374,8 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageStat
     let mut states = [StageState::Due; Stage::EVERY.len()];
     let mut unfinished: Vec<(Stage, &Path)> = Vec::new();
     for (stage, run) in runs() {
-        let (state, resumes) = check_stage(config, stage, run, console).map_err(|error| named(stage, error))?;
+        let checked = check_stage(config, rewards, (stage, run), console);
+        let (state, resumes) = checked.map_err(|error| named(stage, error))?;
         states[stage as usize] = state;
         if resumes && let Some((earlier, dir)) = unfinished.iter().find(|(_, dir)| config.models(stage).contains(dir)) {
             return Err(Error::Usage(format!(
@@ -383,12 +394,17 @@ fn check_folders(config: &PipelineConfig, console: Console) -> Result<[StageStat
 
 /// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and does not
 /// start again.
-fn check_stage(config: &PipelineConfig, stage: Stage, run: &RunConfig, console: Console) -> Result<(StageState, bool)> {
+fn check_stage(
+    config: &PipelineConfig,
+    rewards: &[Spec],
+    (stage, run): (Stage, &RunConfig),
+    console: Console,
+) -> Result<(StageState, bool)> {
     // Released at once: the stage acquires it itself.
     FolderLock::acquire(&run.output_dir)?;
     if let Some(finished) = resumes(run).then(|| FinishedRun::read(&run.output_dir)).transpose()?.flatten() {
         let mut warnings = finished.check(stage.name(), &config.settings(stage))?;
-        warnings.extend(finished.check_inputs(&run.checkpoints, &inputs_of(config, stage)?)?);
+        warnings.extend(finished.check_inputs(&run.checkpoints, &inputs_of(config, rewards, stage)?)?);
         for warning in warnings {
             say(console, &format!("warning: {stage}: {warning}"));
         }
@@ -413,7 +429,7 @@ fn resumes(run: &RunConfig) -> bool {
 
 /// Returns digests of what a stage reads, as far as it is on this machine: the inputs of a finished stage may be gone. The models
 /// of earlier stages have their own digests.
-fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
+fn inputs_of(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
     let own = "model_name_or_path";
     let (data, own_eval, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
@@ -458,13 +474,13 @@ fn inputs_of(config: &PipelineConfig, stage: Stage) -> Result<Inputs> {
     for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
         inputs.model(name, dir)?;
     }
-    add_files(config, stage, &is_read, &mut inputs)?;
+    add_files((config, rewards), stage, &is_read, &mut inputs)?;
     Ok(inputs)
 }
 
 /// Adds digests of the files that a stage reads, and of its rewards; of reward models those for which `is_read` is true.
 fn add_files(
-    config: &PipelineConfig,
+    (config, rewards): (&PipelineConfig, &[Spec]),
     stage: Stage,
     is_read: &impl Fn(&Path) -> bool,
     inputs: &mut Inputs,
@@ -482,7 +498,7 @@ fn add_files(
         (Stage::Ppo, _, Some(ppo)) => {
             let texts = ppo.unsupervised.unsupervised_dataset_name.as_deref();
             texts.map_or(Ok(()), |texts| inputs.file("unsupervised_dataset_name", texts))?;
-            for spec in specs(ppo)? {
+            for spec in rewards {
                 if let Some((name, dir)) = spec.named_model().filter(|(_, dir)| is_read(dir)) {
                     inputs.model(&format!("reward {name}"), dir)?;
                 }
@@ -547,7 +563,12 @@ fn reading_of(
 
 /// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
-fn check_inputs(config: &PipelineConfig, states: [StageState; Stage::EVERY.len()]) -> Result<()> {
+fn check_inputs(
+    config: &PipelineConfig,
+    rewards: &[Spec],
+    states: [StageState; Stage::EVERY.len()],
+    world: &World,
+) -> Result<()> {
     let mut known: Readings<'_> = Vec::new();
     for stage in config.stages() {
         let Some(run) = config.run(stage) else { continue };
@@ -558,7 +579,10 @@ fn check_inputs(config: &PipelineConfig, states: [StageState; Stage::EVERY.len()
             }
             Stage::Sft => config.sft.as_ref().map(check_sft).transpose().map(|reading| reading.map(Rc::new)),
             Stage::Reward => config.reward.as_ref().map(|config| check_reward(config, &known)).transpose(),
-            Stage::Ppo => config.ppo.as_ref().map_or(Ok(()), |config| check_ppo(config, &known)).map(|()| None),
+            Stage::Ppo => {
+                let check = |config| check_ppo(config, rewards, &known, world);
+                config.ppo.as_ref().map_or(Ok(()), check).map(|()| None)
+            }
             Stage::Dpo => config.dpo.as_ref().map_or(Ok(()), |config| check_dpo(config, &known)).map(|()| None),
             Stage::Distill => {
                 config.distill.as_ref().map_or(Ok(()), |config| check_distill(config, &known)).map(|()| None)
@@ -629,14 +653,13 @@ fn check_distill(config: &DistillConfig, known: &Readings<'_>) -> Result<()> {
     distill::check_rows(config, &mut tokenizer, [Some(&student.shape), Some(&teacher.shape)], &sources)
 }
 
-fn check_ppo(config: &PpoConfig, known: &Readings<'_>) -> Result<()> {
+fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &World) -> Result<()> {
     ppo::check_eval_prompts(config)?;
-    ppo::check_sync(config, &World::of_process())?;
+    ppo::check_sync(config, world)?;
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
-    let specs = specs(config)?;
     ppo::check_rewards(config, specs.iter().map(Spec::name))?;
-    ppo::check_reward_models(config, &specs, &config.sft_model_path)?;
+    ppo::check_reward_models(config, specs, &config.sft_model_path)?;
     let revision = Some(config.model_revision.as_str());
     let policy = reading_of(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
     let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;

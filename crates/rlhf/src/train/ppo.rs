@@ -8,9 +8,10 @@ mod replay;
 mod rollouts;
 mod run;
 mod save;
+mod state;
 
 use crate::data::{Cursor, Episode, Prompt};
-use crate::reward::{Rewards, ScoreScaling, Warn};
+use crate::reward::{Rewards, Warn};
 use crate::rl::alarms::{Alarms, Sampled};
 use crate::rl::checks::Skips;
 use crate::rl::experience::Experience;
@@ -18,14 +19,15 @@ use crate::rl::kept::{Kept, KeptResponses};
 use crate::rl::kl::KlController;
 use crate::rl::learner::{Learner, StepRates};
 use crate::rl::rollout::{RolloutModels, RolloutSettings, experience};
+use crate::rl::scores::ScoreMaker;
 use crate::rl::shaping::{Targets, targets};
 use crate::rl::stats::StepStats;
-use crate::run::checkpoint::PartStates;
+use crate::run::Runtime;
 use crate::run::event::{Rollout, Sample};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, Trainee, take_snapshot};
 use crate::run::sinks::console::Console;
-use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan};
+use crate::settings::{NUM_EVAL_PROMPTS, PpoConfig, PpoPlan, PpoRun};
 use crate::tool_loop::{ToolLoop, push_tool_metrics};
 use evaluate::ReportedScores;
 use load::open;
@@ -73,27 +75,27 @@ impl PpoTrainer {
             batch.asked(&self.data.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
         let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
-        let mut experience = experience(models, &prompts, &batch.responses, scores.penalized, &settings)?;
+        let mut experience = experience(models, &prompts, &batch.responses, scores.trained, &settings)?;
         self.add_groups(&mut experience, &mut batch, &scores.reported.scored)?;
-        if let Some(reference) = experience.reference.as_mut().filter(|_| self.config.sync.sync_ref_model) {
+        if let Some(reference) = experience.reference.as_mut().filter(|_| self.run.config.sync.sync_ref_model) {
             // It may follow the policy in the middle of this update.
             reference.own_head();
         }
 
         // 3. Rewards, advantages, returns.
         let kl_coef = self.course.kl_controller.coef(update);
-        let targets = targets(&experience, kl_coef, &self.config.shaping());
+        let targets = targets(&experience, kl_coef, &self.run.shaping);
         let rollout = self.rollout(&batch, &scores.reported, &experience, &targets)?;
         clock.lap("rollout", device);
 
         // 4. Epochs of mini-batches.
         phase("optimising");
         let rates = self.step_rates(update)?;
-        let orders = self.config.mini_batch_orders(update, experience.rows());
+        let orders = self.run.schedule.orders(update, experience.rows());
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
-        self.learner.set_update(self.config.update_settings());
-        let (sync, reference) = (&self.config.sync, self.reference.as_ref());
+        self.learner.set_update(self.run.learner.update.clone());
+        let (sync, reference) = (&self.run.config.sync, self.reference.as_ref());
         let after_step = |policy: &CausalLm, steps: usize| match reference.filter(|_| sync.is_due(steps)) {
             Some(reference) => sync.mix(policy, reference),
             None => Ok(()),
@@ -143,7 +145,7 @@ impl PpoTrainer {
             [batch.warnings, self.monitor.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())]
                 .concat();
         self.monitor.last_metrics.clone_from(&m);
-        Ok(if self.config.needs_critic() { m } else { m.without(self.learner.repeated_metrics()) })
+        Ok(if self.run.needs_critic { m } else { m.without(self.learner.repeated_metrics()) })
     }
 
     /// Samples responses to the next prompts, and selects those that are long enough to train on.
@@ -152,7 +154,7 @@ impl PpoTrainer {
             return Ok(recorded);
         }
         let size = self.plan.prompts;
-        if self.data.order.is_some() && self.config.groups.filters() {
+        if self.data.order.is_some() && self.run.config.groups.filters() {
             return Err(Error::Usage(
                 "order: expected neither dynamic_sampling nor dynamic_filtering_reward_range, whose further groups are of prompts that the \
                  order did not name"
@@ -182,11 +184,11 @@ impl PpoTrainer {
                 "update {}: each of {dropped} responses has fewer than min_response_length = {} tokens before its end: {} \
                  responses of an earlier update are trained on again",
                 update + 1,
-                self.config.mask.min_response_length,
+                self.run.config.mask.min_response_length,
                 responses.len()
             ),
         }));
-        let sampled_groups = rows.len() / self.config.advantage.num_generations;
+        let sampled_groups = rows.len() / self.run.rollout.settings.group_size;
         Ok(Batch {
             update,
             rows,
@@ -205,9 +207,9 @@ impl PpoTrainer {
     /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, the responses, and their sampling.
     /// `step` keys the random draws.
     fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Answers)> {
-        let size = self.config.advantage.num_generations;
+        let size = self.run.rollout.settings.group_size;
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.data.prompts[row]).collect();
-        let generation = self.generation(self.config.sampling(), Purpose::Sampling, step);
+        let generation = self.generation(self.run.generation.sampling, Purpose::Sampling, step);
         let answers = self.answers(&asked, &GenerationConfig { num_return_sequences: size, ..generation })?;
         Ok((rows.iter().flat_map(|&row| std::iter::repeat_n(row, size)).collect(), answers))
     }
@@ -219,7 +221,7 @@ impl PpoTrainer {
 
     /// Settings of the rollout; log-probabilities of `reused` ones are computed anew.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
-        let settings = self.config.rollout(&self.learner.policy);
+        let settings = self.run.rollout(&self.learner.policy);
         let recompute_logprobs = settings.recompute_logprobs || reused;
         let compares_sampling = settings.compares_sampling && !reused;
         RolloutSettings { recompute_logprobs, compares_sampling, left_out: self.sampler.left_out.clone(), ..settings }
@@ -229,25 +231,28 @@ impl PpoTrainer {
     fn step_rates(&mut self, update: usize) -> Result<StepRates> {
         let rates = match &mut self.course.schedule {
             Some(schedule) => StepRates::from((schedule.0)(update).checked(&format!("schedule: update {update}"))?),
-            None => self.config.step_rates(update, &self.plan),
+            None => {
+                let (updates, steps) = (self.plan.num_total_batches, self.plan.steps_per_epoch());
+                self.run.schedule.step_rates(update, updates, steps)
+            }
         };
         Ok(rates.scaled(self.rate_factor()))
     }
 
     /// Adds the metrics of sampling and scoring.
     fn push_batch_metrics(&self, m: &mut Metrics, batch: &Batch, scores: &ReportedScores) {
-        if self.config.mask.min_response_length > 0 {
+        if self.run.config.mask.min_response_length > 0 {
             m.push("val/dropped_responses", batch.dropped as f64);
             m.push("val/reused_responses", if batch.reused { batch.rows.len() as f64 } else { 0.0 });
         }
-        if self.config.score_scaling.use_score_scaling {
+        if self.run.config.score_scaling.use_score_scaling {
             m.push("objective/raw_scores", scores.raw.mean(Kind::Double).double_value(&[]));
         }
         scores.scored.push_metrics(m);
-        if !self.config.needs_critic() {
+        if !self.run.needs_critic {
             scores.scored.push_trl_metrics(m);
         }
-        push_tool_metrics(m, &batch.episodes, self.config.environment.environment_failure_reward.is_some());
+        push_tool_metrics(m, &batch.episodes, self.run.config.environment.environment_failure_reward.is_some());
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
@@ -271,7 +276,7 @@ impl PpoTrainer {
     fn push_rates(&self, m: &mut Metrics, rates: &StepRates) {
         let rates = rates.first();
         m.push("lr", rates.policy.unwrap_or(0.0));
-        if self.config.value.differs() || self.course.schedule.is_some() {
+        if self.run.has_own_value_rate || self.course.schedule.is_some() {
             m.push("val/lr", rates.value);
         }
         if let Some(scaling) = &self.learner.optimizers.scaling {
@@ -291,7 +296,7 @@ impl PpoTrainer {
     fn answers(&self, asked: &[&Prompt], generation: &GenerationConfig) -> Result<Answers> {
         let began = Instant::now();
         let (policy, world) = (&self.learner.policy, &self.learner.world);
-        let _gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
+        let _gathered = self.learner.gathered_policy(self.run.config.dist.ds3_gather_for_generation)?;
         let (responses, episodes) = match &self.sampler.environment {
             Some(environment) => environment.generate_on(world, policy, asked, generation)?,
             None => {
@@ -306,15 +311,9 @@ impl PpoTrainer {
 
     fn generation(&self, sampling: Sampling, purpose: Purpose, step: u64) -> GenerationConfig {
         let stop_strings = self.sampler.stop_strings.clone();
-        let seed = if purpose == Purpose::Sampling { self.sampling_seed() } else { self.config.run.seed };
-        GenerationConfig {
-            sampling,
-            stop_strings,
-            seed,
-            purpose,
-            step,
-            ..self.config.generation(&self.sampler.stop, 0)
-        }
+        let seed = if purpose == Purpose::Sampling { self.sampling_seed() } else { self.run.config.run.seed };
+        let stop_token_ids = self.sampler.stop.clone();
+        GenerationConfig { sampling, stop_token_ids, stop_strings, seed, purpose, step, ..self.run.generation.clone() }
     }
 }
 
@@ -335,12 +334,13 @@ pub(crate) const VALUE_MODEL: &str = "value_model";
 ///
 /// # Errors
 /// If an input is missing or invalid, or training diverges.
-pub fn ppo(config: &PpoConfig, console: Console) -> Result<()> {
-    config.check()?;
+pub fn ppo(config: &PpoConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let Runtime { world, console } = runtime.into();
+    let run = PpoRun::new(config)?;
     check_eval_prompts(config)?;
     // Before anything slow begins.
-    let opening = open(config)?;
-    let mut trainer = PpoTrainer::load(config, Rewards::new(), opening.found()?)?;
+    let opening = open(&run, &world)?;
+    let mut trainer = PpoTrainer::load(run, Rewards::new(), opening.found()?, &world)?;
     (trainer.console, trainer.record.opening) = (console, Some(opening));
     trainer.train().map(drop)
 }
@@ -398,8 +398,8 @@ impl<T> fmt::Debug for PerUpdate<T> {
 /// ```
 #[derive(Debug)]
 pub struct PpoTrainer {
-    /// The settings.
-    pub config: PpoConfig,
+    /// The settings of each part.
+    run: PpoRun,
     /// Sizes of the run.
     pub plan: PpoPlan,
     /// The policy and the value model.
@@ -454,8 +454,8 @@ struct Course {
     progress: Progress,
     /// Weight of the KL.
     kl_controller: KlController,
-    /// Moments of the scores.
-    scaling: ScoreScaling,
+    /// The scores of responses.
+    scores: ScoreMaker,
     /// Caller-supplied learning rates; override the settings.
     schedule: Option<PerUpdate<LearningRates>>,
 }
@@ -488,6 +488,21 @@ struct RunRecord {
 }
 
 impl PpoTrainer {
+    /// The settings.
+    pub fn config(&self) -> &PpoConfig {
+        &self.run.config
+    }
+
+    /// Replaces the settings of the next updates. Those of models, optimizers, data and sizes stay as the trainer was made with them.
+    ///
+    /// # Errors
+    /// If a setting is out of its range: the earlier ones stay.
+    pub fn set_config(&mut self, config: &PpoConfig) -> Result<()> {
+        self.run = PpoRun::new(config)?;
+        self.course.scores.penalties = self.run.penalties.clone();
+        Ok(())
+    }
+
     /// Number of updates done.
     pub fn updates_done(&self) -> usize {
         self.course.progress.done
@@ -520,13 +535,14 @@ impl PpoTrainer {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (state, kept, steps) = (self.state(), self.sampler.kept.clone(), self.steps());
+        let (fixed, state) = (self.fixed(), self.resumable());
+        let (kept, steps) = (self.sampler.kept.clone(), self.steps());
         let metrics = match self.one_update(&|_| ()) {
             Ok(outcome) => outcome.metrics,
             Err(error) => {
                 if self.steps() == steps {
                     // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
-                    let _ = self.load_state(&PartStates::in_memory(&state));
+                    let _ = self.restore(fixed, state);
                     // Its state would have no log-probabilities.
                     self.sampler.kept = kept;
                 }

@@ -3,8 +3,8 @@
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train, with_opened};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
+use crate::run::Runtime;
 use crate::run::session::Opening;
-use crate::run::sinks::console::Console;
 use crate::settings::{PairLoss, RewardConfig, Stage};
 use crate::terminal;
 use rlhf_base::dist::World;
@@ -40,7 +40,9 @@ const OUTCOME: [(&str, &str); 5] = [
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
 /// saving the last complete update.
-pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
+pub fn reward(config: &RewardConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let world = &runtime.world;
     config.check()?;
     refuse_eval_only(config)?;
     let mut paths: Vec<&Path> = vec![&config.model_name_or_path];
@@ -50,9 +52,9 @@ pub fn reward(config: &RewardConfig, console: Console) -> Result<()> {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         hub::model_dir(&config.model_name_or_path, Some(&config.model_revision)).map(drop)
     };
-    with_opened(COMMAND, (config, &config.run), (&paths, find), |world, opening, hub| {
-        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
-        train(task, loaded, console)
+    with_opened(COMMAND, (config, &config.run), (&paths, find), world, |opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub, world))?;
+        train(task, loaded, runtime)
     })
 }
 
@@ -64,6 +66,7 @@ fn load_run<'a>(
     config: &'a RewardConfig,
     opening: Opening,
     hub: &AskedHub,
+    world: &World,
 ) -> Result<(Ranking<'a>, Loaded<'a, RewardConfig, ClassifierHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -88,7 +91,7 @@ fn load_run<'a>(
         format!("{}: a model without a score head: it gets a new one, with random weights", model_dir.display());
     warnings.extend(adds_head.then_some(drawn));
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
     let words = Words {
         model: Some(model_dir.clone()),
         base_model: Some(&config.model_name_or_path),
@@ -254,13 +257,13 @@ pub struct RewardEvaluation {
 }
 
 /// Evaluates the model that `config` names, and writes nothing: on the evaluation dataset if there is one, else on the test
-/// split or the rows held out by `eval_split_size`, else on all training rows.
+/// split or the rows held out by `eval_split_size`, else on all training rows. The ranks of `runtime` divide the pairs among them.
 ///
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a score is not finite.
-pub fn evaluate(config: &RewardConfig) -> Result<RewardEvaluation> {
+pub fn evaluate(config: &RewardConfig, runtime: impl Into<Runtime>) -> Result<RewardEvaluation> {
     config.check()?;
-    let world = World::of_process();
+    let Runtime { world, .. } = runtime.into();
     let Measured { model, pads, datasets, gathered, dir } = world.agree(Measured::load(config))?;
     let sums = measure(&model, &gathered.rows, pads.as_ref(), config, &world)?;
     let mut metrics = Metrics::default();
@@ -623,7 +626,7 @@ impl Compared {
 }
 
 /// Sums over pairs.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Totals {
     pairs: f64,
     loss: f64,

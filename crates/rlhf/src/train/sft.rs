@@ -3,10 +3,10 @@
 use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train, with_opened};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Demonstration, DemonstrationOptions, Sources, TEMPLATE_FLAG};
+use crate::run::Runtime;
 use crate::run::card::command_to_try;
 use crate::run::inputs::Inputs;
 use crate::run::session::Opening;
-use crate::run::sinks::console::Console;
 use crate::settings::{SftConfig, Stage};
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
@@ -32,15 +32,17 @@ const COMMAND: &str = "sft";
 /// # Errors
 /// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a gradient is not finite, after
 /// saving the last complete update.
-pub fn sft(config: &SftConfig, console: Console) -> Result<()> {
+pub fn sft(config: &SftConfig, runtime: impl Into<Runtime>) -> Result<()> {
+    let runtime: &Runtime = &runtime.into();
+    let world = &runtime.world;
     config.check()?;
     let find = || {
         Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         Folders::find(config).map(drop)
     };
-    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), |world, opening, hub| {
-        let (task, loaded) = world.agree(load_run(config, opening, hub))?;
-        train(task, loaded, console)
+    with_opened(COMMAND, (config, &config.run), (&paths_read(config), find), world, |opening, hub| {
+        let (task, loaded) = world.agree(load_run(config, opening, hub, world))?;
+        train(task, loaded, runtime)
     })
 }
 
@@ -52,6 +54,7 @@ fn load_run<'a>(
     config: &'a SftConfig,
     opening: Opening,
     hub: &AskedHub,
+    world: &World,
 ) -> Result<(FineTuning<'a>, Loaded<'a, SftConfig, LmHead>)> {
     // Cheap checks first: weights may be gigabytes.
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -74,7 +77,7 @@ fn load_run<'a>(
     // Weights of a configuration alone are in no file.
     warnings.extend(model_dir.iter().flat_map(|dir| notes_on_weights(dir, config.run.dtype, &model)));
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
+    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
     let packing = format!("{num_rows} rows in {num_blocks} blocks of at most {max_length} tokens");
     let words = Words {
         model: model_dir,
@@ -546,7 +549,7 @@ pub(crate) fn shorten(
 }
 
 /// Sums since the last line of metrics.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Totals {
     loss: f64,
     /// Tokens in the loss.

@@ -1,13 +1,13 @@
 //! Training with one optimizer step per update, the loop of SFT, of the reward model, of DPO and of distillation.
 
-use super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
-use crate::data::{Cursor, Dataset, Sources};
+use super::{describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
+use crate::data::{Cursor, CursorState, Dataset, Sources};
+use crate::run::Runtime;
 use crate::run::card::Card;
-use crate::run::checkpoint::{Epochs, OPTIMIZER, RunSettings, Saved};
+use crate::run::checkpoint::{Epochs, FixedState, OPTIMIZER, RunSettings, Saved};
 use crate::run::event::{Event, Sample, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Opening, Progress, RunSpec, Session, Trainee};
-use crate::run::sinks::console::Console;
 use crate::settings::{DataConfig, EvalConfig, OptimizerConfig, RunConfig, Stage, TrainPlan};
 use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::metrics::Metrics;
@@ -15,13 +15,13 @@ use rlhf_base::weights::replace_files;
 use rlhf_base::{Error, Result};
 use rlhf_hub::{AskedHub, Commits};
 use rlhf_lm::model::{BASE_MODEL, Dtype, ModelHead, PretrainedModel, Shards};
-use rlhf_lm::optim::loss_scale::LossScaler;
+use rlhf_lm::optim::loss_scale::{LossScaleState, LossScaler};
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use rlhf_lm::optim::{Optimizer, learning_rate};
 use rlhf_lm::tokenizer::Tokenizer;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -71,9 +71,9 @@ pub(super) trait Supervised {
         Ok(())
     }
 
-    /// Returns what a checkpoint keeps beside what it keeps of every run.
-    fn state(&self) -> Vec<(&'static str, Value)> {
-        Vec::new()
+    /// Returns what a checkpoint keeps of it.
+    fn state(&self) -> TaskState {
+        TaskState::default()
     }
 
     /// Returns another model that a checkpoint keeps, with the name of its folder.
@@ -81,17 +81,42 @@ pub(super) trait Supervised {
         None
     }
 
-    /// Restores what a checkpoint keeps of it; `has_changed`: the inputs are others.
+    /// Restores what a checkpoint keeps of it, its `state` and files in the folder, on the ranks `world`; `has_changed`: the inputs are others.
     ///
     /// # Errors
     /// If the checkpoint is another run's, or damaged.
-    fn load(&mut self, _saved: &Saved, _has_changed: bool) -> Result<()> {
+    fn load(&mut self, _dir: &Path, _state: &TaskState, _world: &World, _has_changed: bool) -> Result<()> {
         Ok(())
     }
 }
 
+/// State of a run in a checkpoint, beside weights, optimizers and the best model, of SFT, of a reward model, of DPO and of distillation.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SupervisedState<S> {
+    cursor: CursorState,
+    /// Sums since the last line of metrics.
+    since: S,
+    /// The last update after which a line of metrics was due.
+    recorded: usize,
+    #[serde(flatten)]
+    task: TaskState,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<LossScaleState>,
+}
+
+/// The part of a [`SupervisedState`] that one of the trainers has.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct TaskState {
+    /// The place in the texts that DPO mixes in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) unsupervised: Option<CursorState>,
+    /// Tokens that distillation has trained on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) num_tokens: Option<usize>,
+}
+
 /// Sums since the last line of metrics.
-pub(super) trait Sums: Default + Serialize + DeserializeOwned {
+pub(super) trait Sums: Default + Clone + Serialize + DeserializeOwned {
     /// Adds an optimizer step with this norm of the gradients, 0 if it was skipped.
     fn add_step(&mut self, grad_norm: f64);
 
@@ -134,8 +159,8 @@ pub(super) struct UpdateRows<'a> {
     pub(super) world: &'a World,
 }
 
-/// Opens a run of `command`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has the paths that the run
-/// reads, and the function that finds them.
+/// Opens a run of `command` on the ranks `world`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has
+/// the paths that the run reads, and the function that finds them.
 ///
 /// # Errors
 /// If the output folder cannot be used, or something that the run reads is missing; those of `work`.
@@ -143,19 +168,19 @@ pub(super) fn with_opened<C: RunSettings>(
     command: &str,
     (config, run): (&C, &RunConfig),
     (paths, find): (&[&Path], impl Fn() -> Result<()>),
-    work: impl FnOnce(&World, Opening, &AskedHub) -> Result<()>,
+    world: &World,
+    work: impl FnOnce(Opening, &AskedHub) -> Result<()>,
 ) -> Result<()> {
-    let world = World::of_process();
-    let opening = Opening::new(run, command, config, paths)?;
+    let opening = Opening::new(world, command, (config, run), paths)?;
     let found = opening.found()?;
-    let _date = found.fix_date(&world)?;
+    let _date = found.fix_date(world)?;
     let hub = AskedHub::with(found.commits);
-    hub.download(&world, paths, find)?;
+    hub.download(world, paths, find)?;
     world.expect_sharded(run.dist.zero_stage);
-    work(&world, opening, &hub)
+    work(opening, &hub)
 }
 
-/// Makes a loaded model trainable, divides it over the ranks, and returns its optimizer.
+/// Makes a loaded model trainable, divides it over the ranks `world`, and returns its optimizer.
 ///
 /// # Errors
 /// If there is not enough memory or disk space to offload the optimizer's state.
@@ -163,10 +188,11 @@ pub(super) fn start_training<H: ModelHead>(
     model: &mut PretrainedModel<H>,
     run: &RunConfig,
     optimizer: &OptimizerConfig,
+    world: &World,
 ) -> Result<Optimizer> {
     model.set_trainable(true);
     model.set_gradient_checkpointing(run.gradient_checkpointing);
-    model.shard(&World::of_process(), run.dist.zero_stage);
+    model.shard(world, run.dist.zero_stage);
     let place = run.state_place();
     let built = Optimizer::of_model(model, optimizer, place.as_ref())?;
     Ok(built.with_seed(run.seed))
@@ -258,7 +284,7 @@ pub(super) struct Words<'a> {
 pub(super) fn train<T: Supervised, C: RunSettings>(
     task: T,
     loaded: Loaded<'_, C, T::Head>,
-    console: Console,
+    runtime: &Runtime,
 ) -> Result<()> {
     let Loaded {
         model,
@@ -275,7 +301,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
         words,
     } = loaded;
     let limit = MicroBatchSettings::from(spec.run);
-    let world = World::of_process();
+    let world = runtime.world.clone();
     let max_tokens = limit.max_tokens(model.device(), model.params(), |on| model.activation_bytes(on));
     let max_tokens = world.min_count(max_tokens)?;
     let mut taken = cursor.clone();
@@ -298,7 +324,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
         spec: &spec,
         words: &words,
     };
-    let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, console)?;
+    let mut session = Session::begin(&mut run, Some(opening), &spec, warnings, runtime)?;
     session.write_bases(&mut run)?;
     for _ in 0..run.progress.done {
         run.count_tokens(&taken.take(spec.batch_size));
@@ -306,7 +332,7 @@ pub(super) fn train<T: Supervised, C: RunSettings>(
     run.report_title(&session);
     let ended = run.updates(&mut session);
     let ended = session.end(&mut run, ended);
-    leave_report(spec.run, session.console());
+    leave_report(spec.run, &run.world, session.console());
     let done = ended?;
     session.report_end(done, words.numbers, &words.commands);
     session.push(done)
@@ -496,6 +522,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
 }
 
 impl<T: Supervised, C> Trainee for Run<'_, T, C> {
+    type State = SupervisedState<T::Sums>;
+
     fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -508,36 +536,37 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         &self.record.inputs
     }
 
-    fn state(&self) -> Map<String, Value> {
-        let mut state = fixed_state(
-            self.spec.run,
-            self.model.device(),
-            self.training.max_tokens,
-            &self.record.commits,
-            &self.record.inputs,
-        );
-        state.insert("cursor".into(), self.data.cursor.state());
-        state.insert("since".into(), json!(self.training.sums));
-        state.insert("recorded".into(), self.progress.recorded.into());
-        state.extend(self.task.state().into_iter().map(|(name, value)| (name.to_string(), value)));
-        state.extend(self.training.scaler.as_ref().map(|scaler| (LOSS_SCALE.into(), scaler.state())));
-        state
+    fn fixed_state(&self) -> FixedState {
+        let (device, RunRecord { commits, inputs, .. }) = (self.model.device(), &self.record);
+        fixed_state(self.spec.run, device, self.training.max_tokens, commits, inputs)
+    }
+
+    fn state(&self) -> Self::State {
+        SupervisedState {
+            cursor: self.data.cursor.state(),
+            since: self.training.sums.clone(),
+            recorded: self.progress.recorded,
+            task: self.task.state(),
+            loss_scale: self.training.scaler.as_ref().map(LossScaler::state),
+        }
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        load_cursor(&mut self.data.cursor, saved.part("cursor")?, self.spec.run)
-            .map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
-        self.training.sums = saved.parsed("since")?;
-        let has_changed = saved.part("inputs").is_ok_and(|began| !self.record.inputs.changed(began).is_empty());
-        self.task.load(saved, has_changed)?;
-        if let (Some(scaler), Ok(state)) = (&mut self.training.scaler, saved.part(LOSS_SCALE)) {
-            scaler.load_state(state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        let (fixed, state): (FixedState, Self::State) = (saved.parts().read()?, saved.parts().read()?);
+        // The session restores the last record with the number of updates.
+        let SupervisedState { cursor, since, recorded: _, task, loss_scale } = state;
+        let invalid = |e: Error| Error::invalid(&saved.dir, e.to_string());
+        load_cursor(&mut self.data.cursor, &cursor, self.spec.run).map_err(invalid)?;
+        self.training.sums = since;
+        let has_changed = !self.record.inputs.changed(&fixed.inputs).is_empty();
+        self.task.load(&saved.dir, &task, &self.world, has_changed)?;
+        if let (Some(scaler), Some(state)) = (&mut self.training.scaler, &loss_scale) {
+            scaler.load_state(state).map_err(invalid)?;
         }
         self.training.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.model.load_trained(&saved.dir)?;
-        let limit = MicroBatchSettings::from(self.spec.run);
-        self.training.max_tokens =
-            limit.resumed_tokens(self.model.device(), self.training.max_tokens, saved.part("micro_batch").ok());
+        let (limit, tokens) = (MicroBatchSettings::from(self.spec.run), self.training.max_tokens);
+        self.training.max_tokens = limit.resumed_tokens(self.model.device(), tokens, &fixed.micro_batch);
         Ok(())
     }
 

@@ -1,15 +1,43 @@
 //! The state from which an interrupted loop continues.
 
 use super::{RlhfEngine, VALUE_MODEL};
-use crate::compat::state::{count, load, save};
+use crate::compat::state::{load, save};
+use crate::data::{Cursor, CursorState};
+use crate::reward::Moments;
 use crate::rl::ema::EMA;
+use crate::rl::entropy::EntropyState;
+use crate::rl::kept::KeptState;
+use crate::rl::learner::ScalingState;
 use rlhf_base::{Error, Result};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
 use tch::Tensor;
 
 /// The kind of loop that [`RlhfEngine::save_state`] writes.
 const KIND: &str = "engine";
+
+/// The state of a loop, beside weights and optimizers.
+#[derive(Debug, Serialize, Deserialize)]
+struct EngineState {
+    /// Optimizer steps.
+    steps: usize,
+    /// Batches that were generated.
+    generated: usize,
+    num_total_iters: Option<usize>,
+    /// The last responses that were long enough to train on.
+    kept: Option<KeptState>,
+    /// Their prompts and the mask of these.
+    last: Option<[Vec<Vec<i64>>; 2]>,
+    /// The place in the prompts, where the engine reads them.
+    cursor: Option<CursorState>,
+    /// The place in the texts that are mixed in.
+    texts: Option<CursorState>,
+    /// Running moments by reward.
+    rewards: BTreeMap<String, Moments>,
+    entropy_controller: Option<EntropyState>,
+    loss_scale: Option<ScalingState>,
+}
 
 impl RlhfEngine {
     /// Writes the state from which the loop continues to the folder `dir`, by one rename: actor, critic and moving average, their
@@ -24,24 +52,20 @@ impl RlhfEngine {
             ));
         }
         let last =
-            self.responses.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>((rows_of(prompts)?, rows_of(mask)?)));
-        let last = last.transpose()?;
-        let state = json!({
-            "kind": KIND,
-            "version": env!("CARGO_PKG_VERSION"),
-            "steps": self.steps.iterations,
-            "generated": self.responses.generated,
-            "num_total_iters": self.num_total_iters,
-            "kept": self.responses.kept.state(),
-            "last": last,
-            "cursor": self.data.cursor.as_ref().map(|cursor| cursor.state()),
-            "texts": self.learner.unsupervised.as_ref().map(|texts| texts.state()),
-            "rewards": self.reward.state(),
-            "entropy_controller": self.learner.entropy_controller.as_ref().map(|controller| controller.state()),
-            "loss_scale": self.learner.optimizers.scaling.as_ref().map(|scaling| scaling.state()),
-            "micro_batch_tokens": self.learner.micro_batch_tokens,
-        });
-        save(&self.learner, dir, &state, |dir| self.write_exact(dir))
+            self.responses.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>([rows_of(prompts)?, rows_of(mask)?]));
+        let state = EngineState {
+            steps: self.steps.iterations,
+            generated: self.responses.generated,
+            num_total_iters: self.num_total_iters,
+            kept: self.responses.kept.state(),
+            last: last.transpose()?,
+            cursor: self.data.cursor.as_ref().map(Cursor::state),
+            texts: self.learner.unsupervised.as_ref().map(|texts| texts.state()),
+            rewards: self.reward.state(),
+            entropy_controller: self.learner.entropy_controller.as_ref().map(|controller| controller.state()),
+            loss_scale: self.learner.optimizers.scaling.as_ref().map(|scaling| scaling.state()),
+        };
+        save(&self.learner, dir, (KIND, &state), |dir| self.write_exact(dir))
     }
 
     /// Continues from the state that [`RlhfEngine::save_state`] wrote to `dir`. The engine has the settings and the models that the
@@ -50,34 +74,40 @@ impl RlhfEngine {
     /// # Errors
     /// If `dir` has no such state, or the state of other models.
     pub fn load_state(&mut self, dir: &Path) -> Result<()> {
-        let state = load(&mut self.learner, dir, KIND)?;
+        let EngineState {
+            steps,
+            generated,
+            num_total_iters,
+            kept,
+            last,
+            cursor,
+            texts,
+            rewards,
+            entropy_controller,
+            loss_scale,
+        } = load(&mut self.learner, dir, KIND)?;
         if let Some(ema) = &mut self.learner.ema {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&dir.join(EMA)))?;
         }
-        if let Some(cursor) = self.data.cursor.as_mut().filter(|_| !state["cursor"].is_null()) {
-            cursor.load_state(&state["cursor"])?;
+        if let (Some(own), Some(cursor)) = (&mut self.data.cursor, &cursor) {
+            own.load_state(cursor)?;
         }
-        if let Some(texts) = self.learner.unsupervised.as_mut().filter(|_| !state["texts"].is_null()) {
-            texts.load_state(&state["texts"], false)?;
+        if let (Some(own), Some(texts)) = (&mut self.learner.unsupervised, &texts) {
+            own.load_state(texts, false)?;
         }
-        if !state["rewards"].is_null() {
-            self.reward.load_state(&state["rewards"])?;
+        self.reward.load_state(&rewards)?;
+        if let (Some(controller), Some(state)) = (&mut self.learner.entropy_controller, entropy_controller) {
+            controller.load_state(state)?;
         }
-        let controller = self.learner.entropy_controller.as_mut();
-        if let Some(controller) = controller.filter(|_| !state["entropy_controller"].is_null()) {
-            controller.load_state(&state["entropy_controller"])?;
+        if let (Some(scaling), Some(state)) = (&mut self.learner.optimizers.scaling, &loss_scale) {
+            scaling.load_state(state)?;
         }
-        if let Some(scaling) = self.learner.optimizers.scaling.as_mut().filter(|_| !state["loss_scale"].is_null()) {
-            scaling.load_state(&state["loss_scale"])?;
-        }
-        self.responses.kept.load_state(Some(&state["kept"]).filter(|kept| !kept.is_null()), usize::MAX)?;
-        self.responses.last = last_of(&state["last"]).map_err(|e| Error::invalid(dir, format!("`last`: {e}")))?;
+        self.responses.kept.load_state(kept, usize::MAX)?;
+        self.responses.last = last.map(|[prompts, mask]| (tensor_of(&prompts), tensor_of(&mask)));
         (self.steps.waiting, self.steps.overflow) = (None, (false, false));
-        let number = |name| count(&state, name).map(|number| number as usize);
-        (self.steps.iterations, self.responses.generated) =
-            (number("steps").unwrap_or(0), number("generated").unwrap_or(0));
+        (self.steps.iterations, self.responses.generated) = (steps, generated);
         // The one that the engine was opened with counts: the learning rates of a longer run may be wanted.
-        self.num_total_iters = self.num_total_iters.or(number("num_total_iters"));
+        self.num_total_iters = self.num_total_iters.or(num_total_iters);
         self.learner.optimizers.is_half_loaded = false;
         Ok(())
     }
@@ -105,12 +135,6 @@ impl RlhfEngine {
 
 fn rows_of(x: &Tensor) -> Result<Vec<Vec<i64>>> {
     Ok(Vec::try_from(x.to_kind(tch::Kind::Int64))?)
-}
-
-/// The last prompts that were long enough, with their mask, as a state has them.
-fn last_of(state: &Value) -> serde_json::Result<Option<(Tensor, Tensor)>> {
-    let last: Option<[Vec<Vec<i64>>; 2]> = serde_json::from_value(state.clone())?;
-    Ok(last.map(|[prompts, mask]| (tensor_of(&prompts), tensor_of(&mask))))
 }
 
 fn tensor_of(rows: &[Vec<i64>]) -> Tensor {

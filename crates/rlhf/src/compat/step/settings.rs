@@ -4,7 +4,7 @@ use crate::rl::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::rl::learner::EpochPlan;
 use crate::rl::math::{ImportanceLevel, KlEstimator};
 use crate::rl::settings::LossType;
-use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, Preset, ReportTo, TARGET_KL};
+use crate::settings::{self, LEGACY_BATCH, OptimizerConfig, PpoConfig, PpoRun, Preset, ReportTo, TARGET_KL};
 use rlhf_base::schema::Choices;
 use rlhf_base::{Error, Result, files};
 use rlhf_hub::push::Destination;
@@ -213,6 +213,11 @@ impl StepConfig {
     /// # Errors
     /// [`Error::Usage`], naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
+        self.checked().map(drop)
+    }
+
+    /// Checks every setting as [`StepConfig::check`] does, and returns the settings of each part.
+    pub(super) fn checked(&self) -> Result<PpoRun> {
         let pushes = self.destination()?.is_some();
         if (self.keep_best || pushes) && self.output_dir.is_none() {
             let name = if self.keep_best { "keep_best = true" } else { IF_BEST };
@@ -237,7 +242,7 @@ impl StepConfig {
             ));
         }
         self.check_optimizer()?;
-        self.ppo().check()
+        PpoRun::new(&self.ppo())
     }
 
     /// Refuses settings of the optimizer that other settings are in the place of.

@@ -1,13 +1,32 @@
 //! The state from which an interrupted loop continues.
 
-use super::StepTrainer;
-use crate::compat::state::{count, load, save};
+use super::{Counts, StepTrainer};
+use crate::compat::state::{load, save};
+use crate::reward::Moments;
+use crate::rl::kl::KlState;
+use crate::run::best::Best;
 use rlhf_base::Result;
-use serde_json::json;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::path::Path;
 
 /// The kind of loop that [`StepTrainer::save_state`] writes.
 const KIND: &str = "step";
+
+/// The state of a loop, beside weights and optimizer.
+#[derive(Debug, Serialize, Deserialize)]
+struct StepState {
+    steps: usize,
+    passes: u64,
+    generations: u64,
+    logged: usize,
+    kl: KlState,
+    /// Running moments of the scores.
+    scores: Moments,
+    /// The record of the best model, where one is kept.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    best: Value,
+}
 
 impl StepTrainer {
     /// Writes the state from which the loop continues to the folder `dir`, by one rename: the policy with its value head, the optimizer,
@@ -17,21 +36,17 @@ impl StepTrainer {
     /// # Errors
     /// If a file cannot be written, or `dir` holds other files.
     pub fn save_state(&self, dir: &Path) -> Result<()> {
-        let mut state = json!({
-            "kind": KIND,
-            "version": env!("CARGO_PKG_VERSION"),
-            "steps": self.counts.steps,
-            "passes": self.counts.passes,
-            "generations": self.counts.generations,
-            "logged": self.counts.logged,
-            "kl": self.kl.state(),
-            "scores": self.scaling.state(),
-            "micro_batch_tokens": self.learner.micro_batch_tokens,
-        });
-        if let Some(best) = &self.output.best {
-            state["best"] = best.state();
-        }
-        save(&self.learner, dir, &state, |dir| self.write_model(dir))
+        let Counts { steps, passes, generations, logged } = self.counts;
+        let state = StepState {
+            steps,
+            passes,
+            generations,
+            logged,
+            kl: self.kl.state(),
+            scores: self.scaling.state(),
+            best: self.output.best.as_ref().map_or(Value::Null, Best::state),
+        };
+        save(&self.learner, dir, (KIND, &state), |dir| self.write_model(dir))
     }
 
     /// Continues from the state that [`StepTrainer::save_state`] wrote to `dir`. The trainer has the settings, the models and the
@@ -40,15 +55,14 @@ impl StepTrainer {
     /// # Errors
     /// If `dir` has no such state, or the state of other models.
     pub fn load_state(&mut self, dir: &Path) -> Result<()> {
-        let state = load(&mut self.learner, dir, KIND)?;
-        self.kl.load_state(&state["kl"])?;
-        self.scaling.load_state(&state["scores"])?;
-        if let Some(best) = &mut self.output.best {
-            best.load_state(&state["best"]);
+        let state: StepState = load(&mut self.learner, dir, KIND)?;
+        let StepState { steps, passes, generations, logged, kl, scores, best } = state;
+        self.kl.load_state(kl)?;
+        self.scaling.load_state(scores);
+        if let Some(record) = &mut self.output.best {
+            record.load_state(&best);
         }
-        let number = |name| count(&state, name).unwrap_or(0);
-        (self.counts.steps, self.counts.logged) = (number("steps") as usize, number("logged") as usize);
-        (self.counts.passes, self.counts.generations) = (number("passes"), number("generations"));
+        self.counts = Counts { steps, passes, generations, logged };
         self.learner.optimizers.is_half_loaded = false;
         Ok(())
     }

@@ -16,7 +16,6 @@ const EQUAL_SPREAD: f64 = 1e-6;
 
 /// Scores of the run so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 pub(super) struct Scores {
     /// Mean and standard deviation in the first update.
     first: Option<[f64; 2]>,

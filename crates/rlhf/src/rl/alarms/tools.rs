@@ -29,7 +29,6 @@ pub(super) type Found = (WarningKind, usize, String);
 
 /// Calls, failures and ends of responses so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
 pub(super) struct Tools {
     /// Calls and responses of each of the last updates.
     calls: Vec<[f64; 2]>,

@@ -6,7 +6,11 @@ use crate::run::environment::Environment;
 use rlhf_base::dist::num_ranks;
 use rlhf_base::weights::read_json;
 use rlhf_base::{Error, Result};
-use serde::{Deserialize, Serialize};
+use rlhf_hub::Commits;
+use rlhf_lm::optim::micro_batch::MicroBatchState;
+use serde::de::value::MapDeserializer;
+use serde::de::{self, DeserializeOwned, Deserializer, IntoDeserializer, Visitor};
+use serde::{Deserialize, Serialize, forward_to_deserialize_any};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,11 +29,9 @@ pub(crate) struct State {
     pub(crate) num_updates: usize,
     /// Threads that libtorch computed with: sums depend on them.
     pub(crate) threads: i32,
-    /// Variables of the environment on which results depend; none in a checkpoint of an earlier version.
-    #[serde(default)]
-    pub(super) environment: Option<Environment>,
+    /// Variables of the environment on which results depend.
+    pub(super) environment: Environment,
     /// Number of ranks.
-    #[serde(default = "one_rank")]
     pub(crate) ranks: usize,
     /// Metrics of the last update that the model card shows.
     pub(crate) metrics: Map<String, Value>,
@@ -53,7 +55,7 @@ impl State {
             update,
             num_updates,
             threads: tch::get_num_threads(),
-            environment: Some(Environment::of_process()),
+            environment: Environment::of_process(),
             ranks: num_ranks(),
             metrics: Map::new(),
             state: Map::new(),
@@ -164,9 +166,72 @@ impl State {
     }
 }
 
-/// Returns the number of ranks of a run whose checkpoint has none.
-fn one_rank() -> usize {
-    1
+/// The part of a run's state that no update changes, of every trainer.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct FixedState {
+    /// The size of micro-batches.
+    pub(crate) micro_batch: MicroBatchState,
+    /// Commits that names on the hub stand for.
+    pub(crate) commits: Commits,
+    /// Digests of what the run reads.
+    pub(crate) inputs: Value,
+    /// Result of the sanity checks at the start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) checks: Option<String>,
+    /// The callbacks that set the updates, if there are some.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) own: Option<String>,
+}
+
+/// Returns the parts of a serialized state by name.
+pub(crate) fn parts_of(state: &impl Serialize) -> Map<String, Value> {
+    match json!(state) {
+        Value::Object(parts) => parts,
+        _ => Map::new(),
+    }
+}
+
+/// Reads a state whose fields are some of the `parts`; an error begins with the name of the part.
+pub(crate) fn read_parts<'de, T: Deserialize<'de>>(parts: &'de Map<String, Value>) -> serde_json::Result<T> {
+    T::deserialize(MapDeserializer::new(parts.iter().map(|(name, value)| (name.as_str(), NamedPart { name, value }))))
+}
+
+/// A part of a state, whose errors begin with its name.
+#[derive(Clone, Copy)]
+struct NamedPart<'a> {
+    name: &'a str,
+    value: &'a Value,
+}
+
+impl<'de> IntoDeserializer<'de, serde_json::Error> for NamedPart<'de> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+impl<'de> Deserializer<'de> for NamedPart<'de> {
+    type Error = serde_json::Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> serde_json::Result<V::Value> {
+        let Self { name, value } = self;
+        value.deserialize_any(visitor).map_err(|e| de::Error::custom(format_args!("`{name}`: {e}")))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> serde_json::Result<V::Value> {
+        if self.value.is_null() { visitor.visit_none() } else { visitor.visit_some(self) }
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct newtype_struct seq tuple
+        tuple_struct map struct enum identifier ignored_any
+    }
+}
+
+/// Reads a part of a state that a run can do without: one of another form is its default.
+pub(crate) fn or_default<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(part: D) -> Result<T, D::Error> {
+    Ok(serde_json::from_value(Value::deserialize(part)?).unwrap_or_default())
 }
 
 /// Resumable state of the parts of a run, by the part's name.
@@ -183,11 +248,6 @@ impl<'a> PartStates<'a> {
         Self { file, states }
     }
 
-    /// Returns states that are in no file.
-    pub(crate) fn in_memory(states: &'a Map<String, Value>) -> Self {
-        Self { file: STATE.into(), states }
-    }
-
     /// Returns the state of the part `name`.
     ///
     /// # Errors
@@ -198,6 +258,14 @@ impl<'a> PartStates<'a> {
             .ok_or_else(|| Error::invalid(&self.file, format!("expected the state of `{name}`, found none")))
     }
 
+    /// Reads the state of a trainer, whose fields are some of the parts.
+    ///
+    /// # Errors
+    /// If a part is missing, or of another type.
+    pub(crate) fn read<T: Deserialize<'a>>(&self) -> Result<T> {
+        read_parts(self.states).map_err(|e| Error::invalid(&self.file, format!("state of the run: {e}")))
+    }
+
     /// Returns the state of the part `name` as a value.
     ///
     /// # Errors
@@ -205,5 +273,53 @@ impl<'a> PartStates<'a> {
     pub(crate) fn parsed<T: for<'d> Deserialize<'d>>(&self, name: &str) -> Result<T> {
         serde_json::from_value(self.part(name)?.clone())
             .map_err(|e| Error::invalid(&self.file, format!("state of `{name}`: {e}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Parts {
+        count: usize,
+        means: BTreeMap<String, f64>,
+        place: Option<[usize; 2]>,
+        #[serde(deserialize_with = "or_default")]
+        alarms: Vec<String>,
+    }
+
+    fn read(parts: Value) -> std::result::Result<Parts, String> {
+        let Value::Object(parts) = parts else { unreachable!() };
+        read_parts(&parts).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_state_is_read_as_it_was_written_beside_the_parts_of_others() {
+        let state = Parts {
+            count: 3,
+            means: BTreeMap::from([("a".into(), 0.1), ("b".into(), -2.5e-300)]),
+            place: Some([1, 2]),
+            alarms: vec!["x".into()],
+        };
+        let mut parts = parts_of(&state);
+        parts.insert("best".into(), json!({"update": 2}));
+        let text = serde_json::to_string(&parts).unwrap();
+        assert_eq!(read(serde_json::from_str(&text).unwrap()).unwrap(), state);
+        let least = read(json!({"count": 0, "means": {}, "alarms": null})).unwrap();
+        assert_eq!(least, Parts { count: 0, means: BTreeMap::new(), place: None, alarms: Vec::new() });
+    }
+
+    #[test]
+    fn an_error_names_the_part_of_a_state_that_is_missing_or_of_another_form() {
+        for (parts, expected) in [
+            (json!({"count": 1, "alarms": []}), "missing field `means`"),
+            (json!({"count": -1, "means": {}, "alarms": []}), "`count`: invalid value: integer `-1`, expected usize"),
+            (json!({"count": 1, "means": {"a": null}, "alarms": []}), "`means`: invalid type: null, expected f64"),
+            (json!({"count": 1, "means": {}, "place": [1], "alarms": []}), "`place`: invalid length 1"),
+        ] {
+            let error = read(parts).unwrap_err();
+            assert!(error.starts_with(expected), "{error}");
+        }
     }
 }

@@ -1,10 +1,9 @@
 //! The responses and the passes of distillation.
 
-use super::super::supervised::{Supervised, UpdateRows};
+use super::super::supervised::{Supervised, TaskState, UpdateRows};
 use super::Distillation;
 use super::rows::{DistillRow, PassInputs, end_before_unknown};
 use super::totals::{PassSums, Totals};
-use crate::run::checkpoint::Saved;
 use crate::run::event::Sample;
 use crate::settings::{DistillConfig, DistillLoss};
 use rlhf_base::dist::World;
@@ -14,14 +13,11 @@ use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{GenerationConfig, Response, generate_on};
 use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TeacherRows, TokenDivergences, TokenLogprobs};
 use rlhf_lm::optim::micro_batch::micro_batches;
-use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Instant;
 use tch::{Kind, Tensor};
 use tch_ext::to_host;
-
-/// Name of the tokens so far in a checkpoint.
-const NUM_TOKENS: &str = "num_tokens";
 
 /// Responses of `log_completions`, where their number is not set.
 const SHOWN: usize = 5;
@@ -329,14 +325,13 @@ impl Supervised for Distillation<'_> {
         !self.eval.is_empty()
     }
 
-    fn state(&self) -> Vec<(&'static str, Value)> {
-        vec![(NUM_TOKENS, json!(self.num_tokens))]
+    fn state(&self) -> TaskState {
+        TaskState { num_tokens: Some(self.num_tokens), ..TaskState::default() }
     }
 
-    fn load(&mut self, saved: &Saved, _has_changed: bool) -> Result<()> {
-        let found = saved.part(NUM_TOKENS)?.as_u64();
-        let invalid = || Error::invalid(&saved.dir, format!("{NUM_TOKENS}: expected a whole number"));
-        self.num_tokens = found.ok_or_else(invalid)? as usize;
+    fn load(&mut self, dir: &Path, state: &TaskState, _world: &World, _has_changed: bool) -> Result<()> {
+        let missing = || Error::invalid(dir, "expected the state of `num_tokens`, found none");
+        self.num_tokens = state.num_tokens.ok_or_else(missing)?;
         Ok(())
     }
 }

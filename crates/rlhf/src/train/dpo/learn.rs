@@ -1,13 +1,12 @@
 //! The passes of DPO: gradients of an update, evaluations, and the reference model's log-probabilities.
 
 use super::super::model_options;
-use super::super::supervised::{Supervised, UpdateRows};
+use super::super::supervised::{Supervised, TaskState, UpdateRows};
 use super::loss::{PairTerms, losses, sum};
 use super::pairs::{PairRow, PassInputs};
 use super::totals::{LOSS, MicroBatch, NUMBERS, Totals, sorts};
 use super::{PreferenceTask, place_reference, reference_of};
-use crate::rl::unsupervised::{TextLimits, learn_texts};
-use crate::run::checkpoint::Saved;
+use crate::rl::unsupervised::{TextLimits, Unsupervised, learn_texts};
 use crate::run::output_dir::REFERENCE;
 use crate::run::session::stop_requested_on_any;
 use crate::run::sinks::phase_bar::PhaseBar;
@@ -18,7 +17,7 @@ use rlhf_base::signals::exit_code;
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{CausalLm, DropoutRows, LmHead, LogprobOptions, TokenLogprobs};
 use rlhf_lm::optim::micro_batch::micro_batches;
-use serde_json::Value;
+use std::path::Path;
 use tch::{Device, Kind, Tensor};
 use tch_ext::{on_device, to_host};
 
@@ -380,25 +379,26 @@ impl Supervised for PreferenceTask<'_> {
         }
     }
 
-    fn state(&self) -> Vec<(&'static str, Value)> {
-        self.texts.iter().map(|texts| ("unsupervised", texts.state())).collect()
+    fn state(&self) -> TaskState {
+        TaskState { unsupervised: self.texts.as_ref().map(Unsupervised::state), ..TaskState::default() }
     }
 
     fn saved_beside(&self) -> Option<(&'static str, &CausalLm)> {
         self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model).map(|reference| (REFERENCE, reference))
     }
 
-    fn load(&mut self, saved: &Saved, has_changed: bool) -> Result<()> {
+    fn load(&mut self, dir: &Path, state: &TaskState, world: &World, has_changed: bool) -> Result<()> {
         if let Some(texts) = &mut self.texts {
-            let state = saved.part("unsupervised")?;
-            texts.load_state(state, has_changed).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+            let missing = || Error::invalid(dir, "expected the state of `unsupervised`, found none");
+            let state = state.unsupervised.as_ref().ok_or_else(missing)?;
+            texts.load_state(state, has_changed).map_err(|e| Error::invalid(dir, e.to_string()))?;
         }
         if self.config.sync.sync_ref_model && self.reference.is_some() {
             // Its memory is there for one.
             self.reference = None;
             let frozen = model_options(&self.config.run)?;
-            let mut reference = reference_of(self.config).load_saved(&saved.dir.join(REFERENCE), frozen)?;
-            place_reference(&mut reference, self.config)?;
+            let mut reference = reference_of(self.config).load_saved(&dir.join(REFERENCE), frozen)?;
+            place_reference(&mut reference, self.config, world)?;
             self.reference = Some(reference);
         }
         Ok(())

@@ -31,7 +31,7 @@ impl MicroBatch {
 }
 
 /// Sums over pairs.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Totals {
     pairs: f64,
     metrics: [f64; EVAL_METRICS.len()],

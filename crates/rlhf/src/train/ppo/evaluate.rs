@@ -5,21 +5,20 @@ use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, ScoreUse, Scored, Scores, TrainerState};
 use crate::rl::checks::{self, Checks};
 use crate::rl::rollout::{RolloutSettings, experience};
-use crate::rl::shaping::{penalize_missing_stop, replace_missing_stop};
 use crate::run::event::{Conversation, Evaluation, RolloutTurns, Sample};
 use crate::settings::EVAL_SCORES;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::rng::Purpose;
 use rlhf_base::{Error, Result};
-use rlhf_lm::generate::{FinishReason, GenerationConfig, Response, Sampling, generate_on};
+use rlhf_lm::generate::{GenerationConfig, Response, Sampling, generate_on};
 use serde_json::Value;
 use std::time::Instant;
 use tch::{Kind, Tensor};
 
 /// The scores of an update's responses.
 pub(super) struct BatchScores {
-    /// The scores that are trained on: scaled, and after penalties.
-    pub(super) penalized: Scores,
+    /// The scores that are trained on.
+    pub(super) trained: Scores,
     pub(super) reported: ReportedScores,
     /// The responses to show, if this update shows any.
     pub(super) shown: Vec<Sample>,
@@ -50,7 +49,7 @@ impl PpoTrainer {
         let began = Instant::now();
         let asked = self.data.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
-        let sampling = self.config.sampling();
+        let sampling = self.run.generation.sampling;
         // The same draws each time: where two evaluations differ, the policy does.
         let answers = self.generate(&asked, sampling, Purpose::Evaluation, 0)?;
         let asked = answers.asked(&asked);
@@ -87,8 +86,8 @@ impl PpoTrainer {
     /// # Errors
     /// As [`PpoTrainer::train`].
     pub fn check(&mut self) -> Result<Checks> {
-        let sampling = Sampling::at_temperature(self.config.logprob_temperature());
-        let response_length = self.config.response_length.min(checks::TOKENS);
+        let sampling = Sampling::at_temperature(self.run.rollout.settings.temperature);
+        let response_length = self.run.generation.max_new_tokens.min(checks::TOKENS);
         let generation = GenerationConfig {
             max_new_tokens: response_length,
             min_new_tokens: 0,
@@ -98,11 +97,11 @@ impl PpoTrainer {
         };
         let rows = self.data.prompts.len().min(self.plan.epoch.micro_batch_size).min(checks::ROWS);
         let prompts: Vec<Vec<i64>> = self.data.prompts[..rows].iter().map(|prompt| prompt.tokens.clone()).collect();
-        let gathered = self.learner.gathered_policy(self.config.dist.ds3_gather_for_generation)?;
+        let gathered = self.learner.gathered_policy(self.run.config.dist.ds3_gather_for_generation)?;
         let responses = generate_on(&self.learner.world, &self.learner.policy, &prompts, &generation)?;
         drop(gathered);
-        self.learner.set_update(self.config.update_settings());
-        let mut settings = self.config.checks(&self.learner.policy);
+        self.learner.set_update(self.run.learner.update.clone());
+        let mut settings = self.run.checks(&self.learner.policy);
         settings.rollout.response_length = response_length;
         Checks::of(&mut self.learner, self.reference.as_ref(), &prompts, &responses, &settings)
     }
@@ -115,13 +114,14 @@ impl PpoTrainer {
             Some(recorded) => recorded.scored.clone(),
             None => self.score_rows(&batch.rows, &batch.responses, &batch.episodes)?,
         };
-        if self.config.groups.filters() && batch.recorded.is_none() {
+        if self.run.config.groups.filters() && batch.recorded.is_none() {
             scored = self.replace_groups(batch, scored)?;
         }
-        let summed = scored.responses.clone();
-        let raw = self.raw_scores(&scored, &batch.responses);
-        let (penalized, ends) = self.trained_scores(&mut scored, &batch.responses, true);
-        let log = &self.config.rollout_log;
+        let (summed, device) = (scored.responses.clone(), self.learner.policy.device());
+        let raw = self.course.scores.raw(&scored, &batch.responses, device);
+        let trained = self.course.scores.trained(&mut scored, &batch.responses, true, device);
+        let ends = self.course.scores.num_ends(&batch.responses);
+        let log = &self.run.config.rollout_log;
         let shown = if log.print_answers && batch.update.is_multiple_of(log.print_answers_interval) {
             let shown: Vec<&Prompt> = batch.asked(&self.data.prompts).into_iter().take(SAMPLE_ROWS).collect();
             let answers = (&batch.responses[..], &batch.episodes[..]);
@@ -130,19 +130,7 @@ impl PpoTrainer {
         } else {
             Vec::new()
         };
-        Ok(BatchScores { penalized, reported: ReportedScores { raw, summed, scored, ends }, shown })
-    }
-
-    /// Scales `scored` and subtracts penalties: the scores that are trained on, and baselines of them, as [`PpoTrainer::penalized`] returns
-    /// them. Scores of `training` are added to the running moments of the scaling first.
-    pub(super) fn trained_scores(
-        &mut self,
-        scored: &mut Scored,
-        responses: &[Response],
-        training: bool,
-    ) -> (Scores, Vec<usize>) {
-        self.course.scaling.apply(scored, training);
-        self.penalized(scored, &scored.unscored(), responses)
+        Ok(BatchScores { trained, reported: ReportedScores { raw, summed, scored, ends }, shown })
     }
 
     /// Scores responses to the prompts `rows`, to train on them.
@@ -212,7 +200,7 @@ impl PpoTrainer {
             .collect()
     }
 
-    /// [`PpoTrainer::raw_scores`] of responses, and the scores of each reward; running moments are not updated.
+    /// The whole score of each response, comparable over a run, and the scores of each reward; running moments are not updated.
     pub(super) fn whole_scores(
         &mut self,
         prompts: &[&Prompt],
@@ -220,49 +208,8 @@ impl PpoTrainer {
     ) -> Result<(Tensor, Vec<ComponentScores>)> {
         self.rewards.set_trainer_state(&trainer_state(self));
         let scored = self.rewards.score_episodes(&self.tokenizer, prompts, responses, episodes, ScoreUse::Report)?;
-        Ok((self.raw_scores(&scored, responses), scored.components))
-    }
-
-    /// The whole score of each response without running moments, less the penalties, `[B]`: comparable over a run.
-    pub(super) fn raw_scores(&self, scored: &Scored, responses: &[Response]) -> Tensor {
-        let raw = scored.raw.clone();
-        let whole = Scored { responses: raw.clone(), tokens: None, raw, components: Vec::new(), warning: None };
-        self.penalized(&whole, &scored.unscored(), responses).0.responses
-    }
-
-    /// Scores less the penalties of responses that did not stop or are too long, and how often each response holds a token that should end
-    /// it: a stop token, or eos where none is set. One that ends with a stop string has stopped too, and one that is `unscored` has no
-    /// score to be lowered.
-    fn penalized(&self, scored: &Scored, unscored: &[bool], responses: &[Response]) -> (Scores, Vec<usize>) {
-        let end = if self.sampler.stop.is_empty() { self.tokenizer.eos_ids() } else { &self.sampler.stop };
-        // Each turn before the last one ends with such a token too.
-        let last_turn = |r: &Response| r.inserted.last().map_or(0, |span| span.end);
-        let count = |r: &Response| r.tokens[last_turn(r)..].iter().filter(|id| end.contains(id)).count();
-        let ends: Vec<usize> = responses.iter().map(count).collect();
-        let stopped = ends.iter().zip(responses).map(|(&count, r)| count > 0 || r.finish == FinishReason::Stop);
-        let spared: Vec<bool> = stopped.zip(unscored).map(|(stopped, unscored)| stopped || *unscored).collect();
-        let mut scores = scored.to_scores(self.learner.policy.device());
-        match self.config.missing_eos_penalty {
-            Some(penalty) => scores.responses = penalize_missing_stop(&scores.responses, &spared, penalty),
-            None if self.config.non_eos_penalty => {
-                let value = self.config.penalty_reward_value;
-                scores.responses = replace_missing_stop(&scores.responses, &spared, value);
-                // The penalty replaces all scores of a response, those of its tokens included.
-                let of_tokens = scores.tokens.iter_mut().flatten().zip(&spared);
-                of_tokens.filter(|(_, spared)| !**spared).for_each(|(row, _)| row.fill(0.0));
-            }
-            None => {}
-        }
-        if let Some(mut penalties) = self.config.groups.overlong_penalties(responses, self.config.response_length) {
-            penalties
-                .iter_mut()
-                .zip(unscored)
-                .filter(|(_, unscored)| **unscored)
-                .for_each(|(penalty, _)| *penalty = 0.0);
-            scores.responses -= Tensor::from_slice(&penalties).to(scores.responses.device());
-            scores.responses = scores.responses.to_kind(Kind::Float);
-        }
-        (scores, ends)
+        let raw = self.course.scores.raw(&scored, responses, self.learner.policy.device());
+        Ok((raw, scored.components))
     }
 }
 

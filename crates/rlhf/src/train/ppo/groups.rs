@@ -22,17 +22,17 @@ impl PpoTrainer {
     pub(super) fn add_groups(&mut self, e: &mut Experience, batch: &mut Batch, scored: &Scored) -> Result<()> {
         let unscored = scored.unscored().into_iter().enumerate().filter(|(_, unscored)| *unscored);
         e.unscored = unscored.map(|(row, _)| row).collect();
-        if self.config.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum {
+        if self.run.config.advantage.multi_objective_aggregation == Aggregation::NormalizeThenSum {
             let scores = scored.components.iter().map(|component| component.scores.clone());
             e.rewards = Some(self.rewards.weights().zip(scores).collect());
         }
-        if self.config.advantage.advantage_estimator == AdvantageEstimator::Remax {
+        if self.run.config.advantage.advantage_estimator == AdvantageEstimator::Remax {
             e.baselines = Some(match batch.recorded.as_ref().and_then(|recorded| recorded.baselines.as_ref()) {
                 Some(baselines) => baselines.to_device(e.scores.device()),
                 None => self.greedy_scores(batch)?,
             });
         }
-        if self.config.mask.mask_truncated_completions {
+        if self.run.config.mask.mask_truncated_completions {
             e.mask_rows(&truncated(&batch.responses));
         }
         Ok(())
@@ -41,15 +41,15 @@ impl PpoTrainer {
     /// Replaces the groups of `batch`, whose scores are `scored`, that teach nothing by groups of the next prompts; returns the scores of
     /// the new batch. Where too few are found, groups that were left out take their places.
     pub(super) fn replace_groups(&mut self, batch: &mut Batch, mut scored: Scored) -> Result<Scored> {
-        let (size, wanted) = (self.config.advantage.num_generations, self.plan.prompts);
+        let (size, wanted) = (self.run.rollout.settings.group_size, self.plan.prompts);
         let mut kept: Vec<usize> = Vec::new();
         let mut found = 0;
         for attempt in 1.. {
             let numbers = scored.raw_or_nan();
             let groups = numbers.chunks(size).enumerate().skip(found);
-            kept.extend(groups.filter(|(_, scores)| self.config.groups.keeps(scores)).map(|(group, _)| group));
+            kept.extend(groups.filter(|(_, scores)| self.run.config.groups.keeps(scores)).map(|(group, _)| group));
             found = numbers.len() / size;
-            if kept.len() >= wanted || attempt >= self.config.groups.max_num_gen_batches {
+            if kept.len() >= wanted || attempt >= self.run.config.groups.max_num_gen_batches {
                 break;
             }
             let rows = self.data.cursor.take(wanted);
@@ -77,7 +77,7 @@ impl PpoTrainer {
     /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalized as the scores that are trained on are; NaN where
     /// no reward gave one. Adds their sampling to the batch's.
     fn greedy_scores(&mut self, batch: &mut Batch) -> Result<Tensor> {
-        let size = self.config.advantage.num_generations;
+        let size = self.run.rollout.settings.group_size;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
         let prompts: Vec<_> = rows.iter().map(|&row| self.data.prompts[row].clone()).collect();
         let prompts: Vec<_> = prompts.iter().collect();
@@ -86,23 +86,17 @@ impl PpoTrainer {
         let (asked, responses) = (answers.asked(&prompts), &answers.responses);
         let mut scored =
             self.rewards.score_episodes(&self.tokenizer, &asked, responses, &answers.episodes, ScoreUse::Baseline)?;
-        let (scores, _) = self.trained_scores(&mut scored, responses, false);
-        let total = match &scores.tokens {
-            Some(tokens) => {
-                let sums: Vec<f32> = tokens.iter().map(|scores| scores.iter().sum()).collect();
-                &scores.responses + Tensor::from_slice(&sums).to(scores.responses.device())
-            }
-            None => scores.responses,
-        };
+        let device = self.learner.policy.device();
+        let total = self.course.scores.trained(&mut scored, responses, false, device).totals();
         let unscored = Tensor::from_slice(&scored.unscored()).to(total.device());
         Ok(total.masked_fill(&unscored, f64::NAN).repeat_interleave_self_int(size as i64, 0, None))
     }
 
     /// Writes a reference model that follows the policy to a checkpoint.
     pub(super) fn write_reference(&self, dir: &Path) -> Result<()> {
-        match self.reference.as_ref().filter(|_| self.config.sync.sync_ref_model) {
+        match self.reference.as_ref().filter(|_| self.run.config.sync.sync_ref_model) {
             Some(reference) => {
-                let most = self.config.run.max_shard_size.0;
+                let most = self.run.config.run.max_shard_size.0;
                 reference.save_pretrained(&dir.join(REFERENCE), self.tokenizer.eos_ids(), self.tokenizer.pad(), most)
             }
             None => Ok(()),
@@ -111,11 +105,11 @@ impl PpoTrainer {
 
     /// Loads the reference model that [`PpoTrainer::write_reference`] wrote.
     pub(super) fn load_reference(&mut self, dir: &Path) -> Result<()> {
-        if self.config.sync.sync_ref_model && self.reference.is_some() {
-            let (frozen, world) = (model_options(&self.config.run)?, self.learner.world.clone());
+        if self.run.config.sync.sync_ref_model && self.reference.is_some() {
+            let (frozen, world) = (model_options(&self.run.config.run)?, self.learner.world.clone());
             // Its memory, or its place in `offload_dir`, is there for one.
             self.reference = None;
-            self.reference = Some(load_synced_reference(&self.config, &dir.join(REFERENCE), frozen, &world)?);
+            self.reference = Some(load_synced_reference(&self.run.config, &dir.join(REFERENCE), frozen, &world)?);
         }
         Ok(())
     }
@@ -130,14 +124,14 @@ impl PpoTrainer {
         steps: &[StepStats],
         seconds: f64,
     ) -> Option<Warning> {
-        if self.config.groups.filters() {
+        if self.run.config.groups.filters() {
             m.push("sampling/groups", batch.sampled_groups as f64);
             m.push("sampling/replaced_groups", batch.replaced_groups as f64);
         }
-        if self.config.needs_critic() {
+        if self.run.needs_critic {
             return None;
         }
-        let size = self.config.advantage.num_generations;
+        let size = self.run.rollout.settings.group_size;
         let prompts: usize = e.prompts.iter().map(Vec::len).sum();
         self.monitor.num_tokens += (prompts + e.sampled.iter().sum::<i64>() as usize) as u64;
         m.push("num_tokens", self.monitor.num_tokens as f64);

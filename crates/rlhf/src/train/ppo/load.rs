@@ -5,19 +5,21 @@ use super::super::{Gathered, check_held_out, gather, model_options, notes_on_wei
 use super::{COMMAND, Course, Monitor, PerUpdate, PpoParts, PpoTrainer, PromptData, RunRecord, SAMPLE_ROWS, Sampler};
 use crate::data::{Cursor, Dataset, Prompt, PromptLimit, Sources, prompt_field};
 use crate::environment::{Environment, Log};
-use crate::reward::{RewardModel, Rewards, ScoreScaling, Spec, check_columns, resolve, specs};
+use crate::reward::{RewardModel, Rewards, Spec, check_columns, resolve};
 use crate::rl::alarms::Alarms;
 use crate::rl::checks::Skips;
 use crate::rl::kept::KeptResponses;
 use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
+use crate::rl::scores::ScoreMaker;
 use crate::rl::unsupervised::Unsupervised;
+use crate::run::Runtime;
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
 use crate::run::session::{Opening, Progress, take_snapshot};
 use crate::run::sinks::console::Console;
 use crate::run::start::{Found, Start};
-use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, Stage, max_prompt_len};
+use crate::settings::{EVAL_SCORES, LongPrompts, PpoConfig, PpoRun, Stage, max_prompt_len};
 use crate::tool_loop::ToolLoop;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
@@ -37,7 +39,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl PpoTrainer {
-    /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts.
+    /// Loads everything that `config` names: policy and reference model, rewards and value model, prompts; on the ranks of this process.
     ///
     /// # Errors
     /// If an input is missing or invalid, or there is no reward; nothing is written.
@@ -50,15 +52,16 @@ impl PpoTrainer {
     /// # Errors
     /// The errors of [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        config.check()?;
+        let run = PpoRun::new(config)?;
         // A resumed run reads the commits of its start.
-        Self::load(config, more, Start::find(&config.run)?.found()?)
+        let found = Start::find(&config.run)?.found()?;
+        Self::load(run, more, found, &Runtime::from(Console::Silent).world)
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start.
-    pub(super) fn load(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
-        let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::from_config(config, more, found)?;
-        let mut trainer = Self::of_parts(config, parts)?;
+    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start, on the ranks `world`.
+    pub(super) fn load(run: PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
+        let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::of_run(&run, more, found, world)?;
+        let mut trainer = Self::of_parts(run, parts)?;
         trainer.sampler.environment = environment;
         (trainer.data.cursor, trainer.record.prompt_notes, trainer.record.commits) = (cursor, notes, commits);
         trainer.record.inputs.replace("PpoParts::prompts", inputs);
@@ -74,16 +77,16 @@ impl PpoTrainer {
     /// If a setting is out of its range, there is no reward or no prompt, or the parts do not match: a model is on another
     /// device than the policy, has a smaller vocabulary, or a context that a response fills.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
-        config.check()?;
-        Self::of_parts(config, parts)
+        Self::of_parts(PpoRun::new(config)?, parts)
     }
 
     /// [`PpoTrainer::new`] for checked settings.
-    fn of_parts(config: &PpoConfig, mut parts: PpoParts) -> Result<Self> {
-        let prepared = parts.prepare(config);
+    fn of_parts(run: PpoRun, mut parts: PpoParts) -> Result<Self> {
+        let prepared = parts.prepare(&run);
         let Ends { stop, stop_strings } = parts.learner.world.agree(prepared)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
         let first = |prompts: &[Prompt], rows| prompts.iter().take(rows).cloned().collect::<Vec<_>>();
+        let config = &run.config;
         let plan = config.plan_for(prompts.len())?;
         let left_out = config.left_out(&learner.policy, &tokenizer);
         let mut inputs = Inputs::default();
@@ -108,15 +111,17 @@ impl PpoTrainer {
             order: None,
             prompts,
         };
+        // Without a stop token a response ends with eos.
+        let ends = if stop.is_empty() { tokenizer.eos_ids().to_vec() } else { stop.clone() };
         let kept = KeptResponses::new(config.mask.min_response_length);
         let course = Course {
             progress: Progress::new(&config.eval),
             kl_controller: KlController::new(&config.kl, plan.num_total_batches),
-            scaling: ScoreScaling::new(&config.score_scaling),
+            scores: ScoreMaker::new(&config.score_scaling, run.penalties.clone(), ends),
             schedule: None,
         };
         Ok(Self {
-            config: config.clone(),
+            run,
             plan,
             learner,
             reference,
@@ -160,7 +165,7 @@ impl PpoTrainer {
     /// # Errors
     /// If they cannot be started, or the tokenizer's chat template cannot be used with tools.
     pub fn with_environment(mut self, environment: Arc<dyn Environment>) -> Result<Self> {
-        let tool_loop = ToolLoop::new(environment, &self.tokenizer, &self.config.environment)?;
+        let tool_loop = ToolLoop::new(environment, &self.tokenizer, &self.run.config.environment)?;
         self.rewards.extend(tool_loop.rewards());
         self.sampler.environment = Some(tool_loop);
         Ok(self)
@@ -216,20 +221,21 @@ impl Ends {
 
 impl PpoParts {
     /// Checks that there are the models that the settings need; a reference model that they do not use is dropped.
-    fn check_models(&mut self, config: &PpoConfig) -> Result<()> {
+    fn check_models(&mut self, run: &PpoRun) -> Result<()> {
+        let config = &run.config;
         let name = config.advantage.advantage_estimator.name();
-        if config.has_reference() && self.reference.is_none() {
+        if run.has_reference && self.reference.is_none() {
             let message = format!(
                 "PpoParts::reference: expected a reference model, for advantage_estimator = {name} and kl_coef = {}, found none",
                 config.kl.kl_coef
             );
             return Err(Error::Usage(message));
         }
-        if !config.has_reference() {
+        if !run.has_reference {
             self.reference = None;
         }
         let has_critic = !matches!(self.learner.value, ValueModel::None);
-        if has_critic != config.needs_critic() {
+        if has_critic != run.needs_critic {
             let (expected, found) = if has_critic { ("no critic", "one") } else { ("a critic", "none") };
             let message =
                 format!("PpoParts::learner: expected {expected} for advantage_estimator = {name}, found {found}");
@@ -247,13 +253,14 @@ impl PpoParts {
     }
 
     /// Checks that the parts match each other and the settings, and loads the texts that are mixed in.
-    pub(crate) fn prepare(&mut self, config: &PpoConfig) -> Result<Ends> {
-        self.check_models(config)?;
+    pub(crate) fn prepare(&mut self, run: &PpoRun) -> Result<Ends> {
+        self.check_models(run)?;
+        let config = &run.config;
         if let Some(reference) = &mut self.reference {
             if !config.sync.sync_ref_model {
                 reference.hold_as_computed();
             }
-            reference.shard(&self.learner.world, config.policy_stage());
+            reference.shard(&self.learner.world, run.learner.policy_stage);
         }
         self.rewards.shard(&self.learner.world, config.frozen_stage());
         offload_frozen(config, self.reference.as_ref(), Some(&self.rewards))?;
@@ -297,30 +304,29 @@ impl Loaded {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn from_config(config: &PpoConfig, more: Rewards, found: Found) -> Result<Self> {
-        let world = World::of_process();
-        let _date = found.fix_date(&world)?;
+    pub(crate) fn of_run(run: &PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
+        let config = &run.config;
+        let _date = found.fix_date(world)?;
         let asked = AskedHub::with(found.commits);
-        check_sync(config, &world)?;
-        let rewards = specs(config)?;
-        check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
+        check_sync(config, world)?;
+        check_rewards(config, run.rewards.iter().map(Spec::name).chain(more.names()))?;
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
-        let rewards = rewards.iter().filter_map(Spec::model_path);
-        asked.download(&world, &paths_read(config, rewards), || {
+        asked.download(world, &paths_read(run), || {
             Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
-            Folders::find(config, &mut Inputs::default()).map(drop)
+            Folders::find(run, &mut Inputs::default()).map(drop)
         })?;
-        world.agree(Self::load(config, more, &asked))
+        world.agree(Self::load(run, more, &asked, world))
     }
 
-    fn load(config: &PpoConfig, more: Rewards, asked: &AskedHub) -> Result<Self> {
+    fn load(run: &PpoRun, more: Rewards, asked: &AskedHub, world: &World) -> Result<Self> {
+        let config = &run.config;
         // Cheap checks first: weights may be gigabytes.
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
         check_held_out(&config.eval, &sources, &config.data)?;
         let mut inputs = Inputs::default();
-        let folders = Folders::find(config, &mut inputs)?;
+        let folders = Folders::find(run, &mut inputs)?;
         let optional: Vec<_> = folders.specs.iter().filter_map(Spec::optional_column).collect();
-        let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(config, more, folders)?;
+        let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(run, more, folders, world)?;
         let environment = start_environment(config, &tokenizer, &mut rewards)?;
         let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
         let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
@@ -362,31 +368,28 @@ impl Models {
     ///
     /// # Errors
     /// If one cannot be loaded, on any rank.
-    pub(crate) fn from_config(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let world = World::of_process();
+    pub(crate) fn of_run(run: &PpoRun, more: Rewards, world: &World) -> Result<Self> {
+        let config = &run.config;
         let asked = AskedHub::with(Commits::new());
-        let rewards = specs(config)?;
-        check_rewards(config, rewards.iter().map(Spec::name).chain(more.names()))?;
+        check_rewards(config, run.rewards.iter().map(Spec::name).chain(more.names()))?;
         world.expect_sharded(config.policy_stage().max(config.value_stage()).max(config.frozen_stage()));
-        let rewards = rewards.iter().filter_map(Spec::model_path);
-        asked.download(&world, &paths_read(config, rewards), || {
-            Folders::find(config, &mut Inputs::default()).map(drop)
-        })?;
+        asked.download(world, &paths_read(run), || Folders::find(run, &mut Inputs::default()).map(drop))?;
         let load = || {
-            let models = Self::load(config, more, Folders::find(config, &mut Inputs::default())?)?;
+            let models = Self::load(run, more, Folders::find(run, &mut Inputs::default())?, world)?;
             let (reference, rewards) = (models.reference.as_ref(), &models.rewards);
             prompt_limit_of(&models.learner, reference, rewards, config.response_length)?;
             Ok(models)
         };
         let mut models = world.agree(load())?;
         if let Some(reference) = &mut models.reference {
-            reference.shard(&world, config.policy_stage());
+            reference.shard(world, run.learner.policy_stage);
         }
         models.learner.policy.set_generation(generation_settings(config));
         Ok(models)
     }
 
-    fn load(config: &PpoConfig, more: Rewards, folders: Folders) -> Result<Self> {
+    fn load(run: &PpoRun, more: Rewards, folders: Folders, world: &World) -> Result<Self> {
+        let config = &run.config;
         // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
         // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
@@ -394,21 +397,21 @@ impl Models {
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
         let mut tokenizer = Tokenizer::from_pretrained(&tokenizer)?;
         tokenizer.set_chat_variables(config.data.chat_template.variables());
-        let (policy, reference) = load_policy(config, &dir, frozen)?;
+        let (policy, reference) = load_policy(run, &dir, frozen, world)?;
         check_encoder_decoder(config, policy.config())?;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let mut notes = notes_on_weights(&dir, config.run.dtype, &policy);
         tokenizer.check_fits(policy.config(), &dir)?;
         let mut rewards = config.load_rewards(specs, &tokenizer, frozen)?;
         rewards.extend(more);
-        rewards.shard(&World::of_process(), config.frozen_stage());
+        rewards.shard(world, config.frozen_stage());
         offload_frozen(config, reference.as_ref(), Some(&rewards))?;
         for model in rewards.models().filter(|model| !model.reads_text()) {
             tokenizer.check_same(model.dir())?;
         }
         let place = config.run.state_place();
-        let learner = |policy, value| Learner::with_state_at(policy, value, config.learner(), place.as_ref());
-        let learner = if !config.needs_critic() {
+        let learner = |policy, value| Learner::on_ranks(world, (policy, value), run.learner.clone(), place.as_ref());
+        let learner = if !run.needs_critic {
             learner(policy, ValueModel::None)?
         } else if config.legacy.value_head {
             let (policy, head) = CausalLmWithValueHead::found_in(&dir, policy, config.run.seed)?.into_parts();
@@ -433,9 +436,10 @@ struct Folders {
 
 impl Folders {
     /// Finds the folders, in the hub's cache where they are names on the hub, and records them in `inputs`.
-    fn find(config: &PpoConfig, inputs: &mut Inputs) -> Result<Self> {
+    fn find(run: &PpoRun, inputs: &mut Inputs) -> Result<Self> {
+        let config = &run.config;
         let policy = hub::model_dir(&config.sft_model_path, Some(&config.model_revision))?;
-        let specs = resolve(config)?;
+        let specs = resolve(&run.rewards)?;
         inputs.model(name_of!(config.sft_model_path), &policy)?;
         for (name, dir) in specs.iter().filter_map(Spec::named_model) {
             inputs.model(&format!("reward {name}"), dir)?;
@@ -462,24 +466,24 @@ fn undropped(lora: LoraConfig) -> LoraConfig {
 
 /// Loads the policy, and the reference model if the settings use one: the policy without its adapter, with shared lower layers, or a
 /// frozen copy.
-fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(CausalLm, Option<CausalLm>)> {
+fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions, world: &World) -> Result<(CausalLm, Option<CausalLm>)> {
+    let config = &run.config;
     let lora = config.peft.lora().map(undropped);
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
     // An adapter in the folder (SFT's) is merged, into the reference too.
     policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     // Each model is divided over the ranks at once, so that no more than one is whole in memory while models are loaded.
-    let world = World::of_process();
     let divide = |policy: &mut CausalLm| {
         // A value head is still to come into the policy's memory.
         if !config.legacy.value_head {
             policy.set_trainable(true);
-            policy.shard(&world, config.policy_stage());
+            policy.shard(world, run.learner.policy_stage);
         }
     };
     let reference = match (&lora, config.legacy.num_shared_layers) {
         (Some(lora), _) => {
             policy.add_adapter(lora, config.run.seed)?;
-            let base = config.has_reference().then(|| policy.base()).transpose()?;
+            let base = run.has_reference.then(|| policy.base()).transpose()?;
             divide(&mut policy);
             base
         }
@@ -491,7 +495,7 @@ fn load_policy(config: &PpoConfig, dir: &Path, frozen: ModelOptions) -> Result<(
         }
         (None, None) => {
             divide(&mut policy);
-            config.has_reference().then(|| load_reference(config, dir, frozen, &world)).transpose()?
+            run.has_reference.then(|| load_reference(config, dir, frozen, world)).transpose()?
         }
     };
     Ok((policy, reference))
@@ -729,14 +733,14 @@ fn check_cuts(config: &PpoConfig, rewards: &Rewards, prompts: &LoadedPrompts) ->
 ///
 /// # Errors
 /// If the run may not write there, or cannot resume.
-pub(super) fn open(config: &PpoConfig) -> Result<Opening> {
-    let rewards = specs(config)?;
-    let inputs = paths_read(config, rewards.iter().filter_map(Spec::model_path));
-    Opening::new(&config.run, COMMAND, config, &inputs)
+pub(super) fn open(run: &PpoRun, world: &World) -> Result<Opening> {
+    Opening::new(world, COMMAND, (&run.config, &run.config.run), &paths_read(run))
 }
 
-/// Returns the paths that a run reads, as its settings name them, with those of its `rewards`.
-fn paths_read<'p>(config: &'p PpoConfig, rewards: impl Iterator<Item = &'p Path>) -> Vec<&'p Path> {
+/// Returns the paths that a run reads, as its settings name them, with those of its rewards.
+fn paths_read(run: &PpoRun) -> Vec<&Path> {
+    let config = &run.config;
+    let rewards = run.rewards.iter().filter_map(Spec::model_path);
     let optional = [config.value_model_path.as_deref(), config.model_name_or_path.as_deref()];
     let mut paths: Vec<&Path> = vec![&config.sft_model_path];
     paths.extend(config.data.dataset_name.iter().map(|name| name.as_path()));
@@ -889,7 +893,8 @@ mod tests {
         (config.reward_model_path, config.rewards.reward) = (None, vec!["length:target=3".into()]);
         (config.legacy.num_shared_layers, config.legacy.value_head) = (Some(1), true);
         (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
-        let mut parts = Loaded::from_config(&config, Rewards::new(), Found::default()).unwrap().parts;
+        let run = PpoRun::new(&config).unwrap();
+        let mut parts = Loaded::of_run(&run, Rewards::new(), Found::default(), &World::single()).unwrap().parts;
         let own = |parts: &PpoParts| -> Vec<_> {
             let reference = parts.reference.as_ref().unwrap();
             let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));
@@ -897,7 +902,7 @@ mod tests {
         };
         let loaded = own(&parts);
         assert!(!loaded.is_empty() && loaded.iter().all(|(kind, _)| *kind == Kind::BFloat16), "{loaded:?}");
-        parts.prepare(&config).unwrap();
+        parts.prepare(&run).unwrap();
         assert_eq!(own(&parts), loaded);
     }
 }

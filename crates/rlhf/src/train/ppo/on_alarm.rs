@@ -35,7 +35,7 @@ impl PpoTrainer {
 
     /// Returns the alarm of the last update with the strongest action, which rank 0 decides for all.
     fn alarm_action(&self) -> Result<Option<(WarningKind, AlarmAction)>> {
-        let alarms = &self.config.alarms;
+        let alarms = &self.run.config.alarms;
         if !alarms.acts() {
             return Ok(None);
         }
@@ -52,7 +52,7 @@ impl PpoTrainer {
     /// Returns why it cannot, if it cannot.
     fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
         let (step, rollbacks, most) =
-            (self.course.progress.done, self.course.progress.rollbacks, self.config.alarms.max_rollbacks);
+            (self.course.progress.done, self.course.progress.rollbacks, self.run.config.alarms.max_rollbacks);
         if rollbacks >= most {
             return Ok(Some(format!("max_rollbacks = {most} of them are done")));
         }
@@ -84,6 +84,6 @@ impl PpoTrainer {
     /// Returns the seed of the responses that are trained on: another one after each rollback. Evaluations and sample tables keep the
     /// run's.
     pub(super) fn sampling_seed(&self) -> u64 {
-        self.config.run.seed.wrapping_add((self.course.progress.rollbacks as u64) << 32)
+        self.run.config.run.seed.wrapping_add((self.course.progress.rollbacks as u64) << 32)
     }
 }

@@ -11,14 +11,15 @@ use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
 use crate::rl::trace::{NamedTensors, tensors_of};
+use crate::run::Runtime;
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, holds_run};
 use crate::run::resolved::write_resolved;
 use crate::run::rollout_file::{file_name, is_of_ppo, metrics_line, read_rollout, recorded_updates};
-use crate::run::session::Trainee;
+use crate::run::session::{Trainee, resumable_parts};
 use crate::run::start::Found;
-use crate::settings::{AdvantageEstimator, PpoConfig};
+use crate::settings::{AdvantageEstimator, PpoConfig, PpoRun};
 pub use compare::Differing;
 use compare::{Bound, ComparedMetrics, ComparedState};
 use rlhf_base::dist::{World, as_ranks};
@@ -63,11 +64,12 @@ struct RecordedReward {
 /// An update of a run that can be computed again: its rollout file, and the checkpoint before it.
 ///
 /// ```no_run
+/// use rlhf::run::Console;
 /// use rlhf::train::ppo::RecordedUpdate;
 /// # fn main() -> rlhf::Result<()> {
 /// # let config: rlhf::settings::PpoConfig = todo!();
 /// // `config` has the settings of the run, some of them changed.
-/// let replayed = RecordedUpdate::open("runs/ppo", 3)?.replay(&config, "runs/ppo-replay-3")?;
+/// let replayed = RecordedUpdate::open("runs/ppo", 3)?.replay(&config, "runs/ppo-replay-3", Console::Silent)?;
 /// println!("{:?}", replayed.verdict());
 /// # Ok(())
 /// # }
@@ -155,15 +157,20 @@ impl RecordedUpdate {
     /// # Errors
     /// If a setting differs from the run's that decides what was sampled or read; if models or data have changed since; if `output_dir`
     /// holds anything or lies in the run's folder; if there are several ranks, but not as many as in the run.
-    pub fn replay(&self, config: &PpoConfig, output_dir: impl AsRef<Path>) -> Result<Replayed> {
-        let world = World::of_process();
+    pub fn replay(
+        &self,
+        config: &PpoConfig,
+        output_dir: impl AsRef<Path>,
+        runtime: impl Into<Runtime>,
+    ) -> Result<Replayed> {
+        let Runtime { world, .. } = runtime.into();
         self.check_ranks(world.size())?;
         // Batches have the sizes that the run's ranks gave them.
         as_ranks(self.ranks(), || self.replay_on(&world, config, output_dir.as_ref()))
     }
 
     fn replay_on(&self, world: &World, config: &PpoConfig, out: &Path) -> Result<Replayed> {
-        config.check()?;
+        let run = PpoRun::new(config)?;
         let changes = self.changes(config)?;
         changes::check(&changes, self.update)?;
         let is_remax = config.advantage.advantage_estimator == AdvantageEstimator::Remax;
@@ -177,7 +184,7 @@ impl RecordedUpdate {
             ));
         }
         world.agree(self.check_output(out))?;
-        let mut trainer = self.trainer(config, &changes)?;
+        let mut trainer = self.trainer(run, &changes, world)?;
         let (metrics, mut tensors) = observed_update(&mut trainer)?;
         let prompt_rows: Vec<i64> = self.rows.iter().map(|row| row.prompt_row as i64).collect();
         tensors.push(("rollout.prompt_rows".into(), Tensor::from_slice(&prompt_rows)));
@@ -245,8 +252,9 @@ impl RecordedUpdate {
     }
 
     /// Loads the run as it was before the update, with its recorded responses as the next ones.
-    fn trainer(&self, config: &PpoConfig, changes: &[Change]) -> Result<PpoTrainer> {
-        let mut config = config.clone();
+    fn trainer(&self, mut run: PpoRun, changes: &[Change], world: &World) -> Result<PpoTrainer> {
+        // No part of the run is computed from these.
+        let config = &mut run.config;
         config.run.output_dir.clone_from(&self.run);
         (config.rollout_log.log_rollouts, config.rollout_log.rollouts_limit) = (false, None);
         if config.run.device.resolve()? == Device::Cpu {
@@ -259,7 +267,8 @@ impl RecordedUpdate {
             config.run.num_threads = usize::try_from(self.record.state.threads).ok();
         }
         let found = Found::read(&self.record.parts())?;
-        let mut trainer = PpoTrainer::load(&config, self.stand_ins(&config)?, found)?;
+        let stand_ins = self.stand_ins(run.rewards.len())?;
+        let mut trainer = PpoTrainer::load(run, stand_ins, found, world)?;
         let changed = trainer.record.inputs.changed(self.record.parts().part("inputs")?);
         if !changed.is_empty() {
             let message = format!("inputs have changed since update {}: {}", self.update, changed.join("; "));
@@ -277,9 +286,8 @@ impl RecordedUpdate {
         Ok(trainer)
     }
 
-    /// Rewards of the run that its settings do not name: those of its caller. They have no scores but the recorded ones.
-    fn stand_ins(&self, config: &PpoConfig) -> Result<Rewards> {
-        let named = crate::reward::specs(config)?.len();
+    /// Rewards of the run after the `named` ones of its settings: those of its caller. They have no scores but the recorded ones.
+    fn stand_ins(&self, named: usize) -> Result<Rewards> {
         let mut rewards = Rewards::recorded();
         for RecordedReward { name, weight, .. } in self.rewards()?.into_iter().skip(named) {
             let transform = ScoreTransform { weight: weight.unwrap_or(f64::NAN), ..ScoreTransform::default() };
@@ -301,7 +309,7 @@ impl RecordedUpdate {
     fn restore(&self, trainer: &mut PpoTrainer, changes: &[Change]) -> Result<()> {
         if let Some(from) = &self.from {
             let has_critic = self.record.state.setting("advantage_estimator").as_str() == Some("gae");
-            if trainer.config.needs_critic() && !has_critic {
+            if trainer.run.needs_critic && !has_critic {
                 return Err(Error::refused(
                     "advantage_estimator",
                     format!(" = gae: expected one without a value model: {} has none", from.dir.display()),
@@ -309,14 +317,14 @@ impl RecordedUpdate {
             }
             trainer.load(from)?;
         }
-        let (limit, device) = (MicroBatchSettings::from(&trainer.config.run), trainer.learner.policy.device());
+        let (limit, device) = (MicroBatchSettings::from(&trainer.run.config.run), trainer.learner.policy.device());
         let tokens = &mut trainer.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, self.record.parts().part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, &self.record.parts().parsed("micro_batch")?);
         let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
         if changes.iter().any(of_kl) {
-            trainer.course.kl_controller = KlController::new(&trainer.config.kl, trainer.plan.num_total_batches);
+            trainer.course.kl_controller = KlController::new(&trainer.run.config.kl, trainer.plan.num_total_batches);
         }
-        let coef = trainer.config.loss.entropy_coef;
+        let coef = trainer.run.config.loss.entropy_coef;
         if changes.iter().any(|change| change.name == "entropy_coef") {
             trainer.learner.entropy_controller.iter_mut().for_each(|controller| controller.set_coef(coef));
         }
@@ -419,16 +427,19 @@ impl RecordedUpdate {
 
     /// Compares the replayed update with the run.
     fn compared(&self, trainer: &PpoTrainer, metrics: &Metrics, changes: Vec<Change>, out: &Path) -> Result<Replayed> {
-        let size = World::of_process().size();
-        let bound =
-            if self.ranks() == size { Bound::Bits } else { Bound::of_rounding(trainer.config.run.is_low_precision()) };
+        let size = trainer.learner.world.size();
+        let bound = if self.ranks() == size {
+            Bound::Bits
+        } else {
+            Bound::of_rounding(trainer.run.config.run.is_low_precision())
+        };
         let line = metrics_line(&self.run, self.update)?;
         let compared = line.map(|line| compare::metrics(&line, metrics, bound));
         let place = self.run.join(name_of(self.update));
         let saved = if place.is_dir() { Some(Saved::read(&place)?) } else { None };
         let state = saved
             .as_ref()
-            .map(|saved| compare::checkpoint(saved, &trainer.state(), &out.join(AFTER), bound))
+            .map(|saved| compare::checkpoint(saved, &resumable_parts(trainer), &out.join(AFTER), bound))
             .transpose()?;
         Ok(Replayed {
             update: self.update,

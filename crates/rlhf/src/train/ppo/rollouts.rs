@@ -1,12 +1,11 @@
 //! The rollout of an update, for `log_rollouts`.
 
-use super::super::fixed_state;
 use super::evaluate::ReportedScores;
 use super::{Batch, COMMAND, PpoTrainer};
 use crate::reward::Scored;
 use crate::rl::experience::Experience;
 use crate::rl::shaping::Targets;
-use crate::run::checkpoint::State;
+use crate::run::checkpoint::{FixedState, State, parts_of};
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use rlhf_base::Result;
 use rlhf_lm::model::{TokenSet, ValueModel};
@@ -25,7 +24,7 @@ impl PpoTrainer {
         targets: &Targets,
     ) -> Result<Rollout> {
         let scored = &reported.scored;
-        if !self.config.rollout_log.log_rollouts || !self.learner.world.is_main() {
+        if !self.run.config.rollout_log.log_rollouts || !self.learner.world.is_main() {
             return Ok(Rollout::default());
         }
         let lengths = e.lengths();
@@ -73,10 +72,10 @@ impl PpoTrainer {
 
     /// Returns the settings and the state that an update needs beside its responses and the checkpoint before it.
     fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
-        let (run, device) = (&self.config.run, self.learner.policy.device());
-        let mut parts =
-            fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
-        parts.insert("own".into(), json!(self.own()));
+        let fixed = self.fixed();
+        let own = json!(fixed.own);
+        let mut parts = parts_of(&FixedState { checks: None, own: None, ..fixed });
+        parts.insert("own".into(), own);
         parts.insert("rollbacks".into(), self.course.progress.rollbacks.into());
         let counts = [
             ("batch_size", self.plan.batch_size),
@@ -90,7 +89,7 @@ impl PpoTrainer {
         let rewards =
             rewards.map(|(reward, weight)| json!({"name": reward.name, "weight": weight, "extra": reward.extra}));
         parts.insert("rewards".into(), rewards.collect());
-        State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.config, parts)
+        State::record(COMMAND, batch.update, self.plan.num_total_batches, &self.run.config, parts)
     }
 }
 

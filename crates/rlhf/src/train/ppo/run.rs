@@ -1,12 +1,14 @@
 //! A PPO run in its output folder: updates, evaluations, samples.
 
-use super::super::{LOSS_SCALE, describe_machine, fixed_state, leave_report, load_cursor, small_dataset, updates_fact};
+use super::super::{describe_machine, leave_report, small_dataset, updates_fact};
 use super::load::open;
+use super::state::PpoState;
 use super::{CARD_METRICS, COMMAND, PpoTrainer, UpdateOutcome, VALUE_MODEL};
 use crate::rl::checks::Checks;
 use crate::rl::ema::EMA;
+use crate::run::Runtime;
 use crate::run::card::command_to_try;
-use crate::run::checkpoint::{Epochs, OPTIMIZER, PartStates, Saved, is_due};
+use crate::run::checkpoint::{Epochs, FixedState, OPTIMIZER, Saved, is_due};
 use crate::run::event::{Evaluation, Event, SampleSource};
 use crate::run::inputs::Inputs;
 use crate::run::session::{Progress, RunSpec, Session, Trainee, take_snapshot};
@@ -53,9 +55,9 @@ impl PpoTrainer {
     /// # Errors
     /// As [`PpoTrainer::train`]; that `watcher` ended the run is no error.
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
-        let config = self.config.clone();
+        let config = self.run.config.clone();
         let opening = match self.record.opening.take() {
-            None if !self.course.progress.has_begun() => Some(open(&config)?),
+            None if !self.course.progress.has_begun() => Some(open(&self.run, &self.learner.world)?),
             opening => opening,
         };
         let spec = RunSpec {
@@ -70,11 +72,12 @@ impl PpoTrainer {
             epochs: Epochs { per_update: self.plan.prompts, len: self.data.prompts.len() },
         };
         self.warn_of_retries();
-        let mut session = Session::begin(self, opening, &spec, Vec::new(), self.console)?;
+        let runtime = Runtime { world: self.learner.world.clone(), console: self.console };
+        let mut session = Session::begin(self, opening, &spec, Vec::new(), &runtime)?;
         session.watch(watcher);
         let ended = self.run_updates(&mut session);
         let ended = session.end(self, ended);
-        leave_report(&config.run, session.console());
+        leave_report(&config.run, &self.learner.world, session.console());
         let done = ended?;
         let row = self.data.sample_prompts.first().map(|prompt| &prompt.row);
         let command = command_to_try(&config.run.output_dir, row, Some(config.response_length));
@@ -86,7 +89,7 @@ impl PpoTrainer {
     /// Runs the updates that are left, with the checks, evaluations and samples that are due.
     fn run_updates(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.report_title(session.console());
-        if !self.config.alarms.no_checks {
+        if !self.run.config.alarms.no_checks {
             session.console().phase("checking");
             self.run_checks(session.console())?;
         }
@@ -134,8 +137,8 @@ impl PpoTrainer {
             let source = SampleSource::Rollout;
             emitted = session.emit(&Event::Samples { step, episode, source, samples: &shown }).and(emitted);
         }
-        if self.config.rollout_log.log_rollouts {
-            let limit = self.config.rollout_log.rollouts_limit;
+        if self.run.config.rollout_log.log_rollouts {
+            let limit = self.run.config.rollout_log.rollouts_limit;
             emitted = session.emit(&Event::Rollout { step, limit, rollout: &rollout }).and(emitted);
         }
         session.console().advance(watched(&metrics));
@@ -172,7 +175,7 @@ impl PpoTrainer {
 
     /// Reports what the run trains, on what, and how, with warnings and notes about its parts.
     fn report_title(&self, console: &ConsoleOutput) {
-        let (config, plan) = (&self.config, &self.plan);
+        let (config, plan) = (&self.run.config, &self.plan);
         let small =
             small_dataset(&config.data, self.data.prompts.len(), plan.prompts).filter(|_| self.data.order.is_none());
         self.record.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
@@ -203,7 +206,7 @@ impl PpoTrainer {
 
     /// Returns the facts of the title.
     fn facts(&self) -> Vec<(&'static str, String)> {
-        let (config, plan) = (&self.config, &self.plan);
+        let (config, plan) = (&self.run.config, &self.plan);
         let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
         facts.push(("updates", updates_fact(plan.num_total_batches, self.course.progress.done)));
         let (rows, most) = (plan.batch_size, config.response_length);
@@ -220,67 +223,20 @@ impl PpoTrainer {
         facts
     }
 
-    /// Returns which callbacks set the updates, as checkpoints name them.
-    pub(super) fn own(&self) -> Option<&'static str> {
-        match (&self.data.order, &self.course.schedule) {
-            (None, None) => None,
-            (Some(_), None) => Some("an order"),
-            (None, Some(_)) => Some("a schedule"),
-            (Some(_), Some(_)) => Some("an order and a schedule"),
-        }
-    }
-
-    /// Restores what [`PpoTrainer::state`] returned.
-    pub(super) fn load_state(&mut self, parts: &PartStates<'_>) -> Result<()> {
-        let began = parts.part("own").ok().and_then(Value::as_str);
-        if began != self.own() {
-            return Err(other_callbacks(began, self.own()));
-        }
-        load_cursor(&mut self.data.cursor, parts.part("cursor")?, &self.config.run)?;
-        self.rewards.load_state(parts.part("rewards")?)?;
-        self.course.kl_controller.load_state(parts.part("kl_controller")?)?;
-        // With --resume_with_changed_inputs rows and texts may be others, or of another number.
-        let has_changed = parts.part("inputs").is_ok_and(|began| !self.record.inputs.changed(began).is_empty());
-        if let Some(texts) = &mut self.learner.unsupervised {
-            texts.load_state(parts.part("unsupervised")?, has_changed)?;
-        }
-        self.sampler
-            .kept
-            .load_state(parts.part("kept_answers").ok().filter(|_| !has_changed), self.data.prompts.len())?;
-        if self.config.score_scaling.use_score_scaling {
-            self.course.scaling.load_state(parts.part("scores")?)?;
-        }
-        if let (Some(scaling), Ok(state)) = (&mut self.learner.optimizers.scaling, parts.part(LOSS_SCALE)) {
-            scaling.load_state(state)?;
-        }
-        if let (Some(controller), Ok(state)) = (&mut self.learner.entropy_controller, parts.part("entropy_controller"))
-        {
-            controller.load_state(state)?;
-        }
-        if let Ok(state) = parts.part("skips") {
-            self.monitor.skips.load_state(state);
-        }
-        if let Ok(state) = parts.part("alarms") {
-            self.monitor.alarms.load_state(state);
-        }
-        self.monitor.num_tokens = parts.part("num_tokens").ok().and_then(Value::as_u64).unwrap_or(0);
-        self.record.checks = parts.part("checks").ok().and_then(Value::as_str).map(String::from);
-        Ok(())
-    }
-
     /// Adds a message about the skipped steps of the last update to its warnings.
     ///
     /// # Errors
     /// If as many updates in a row as `max_skipped_updates` took no step.
     pub(super) fn note_skips(&mut self) -> Result<()> {
-        let message = self.monitor.skips.warning(self.course.progress.done, self.config.alarms.max_skipped_updates)?;
+        let message =
+            self.monitor.skips.warning(self.course.progress.done, self.run.config.alarms.max_skipped_updates)?;
         self.monitor.warnings.extend(message.map(|message| Warning { kind: WarningKind::SkippedSteps, message }));
         Ok(())
     }
 
     /// Returns the updates after which the run ends: all, or those of a test.
     pub(super) fn last_update(&self) -> usize {
-        let (test, total) = (&self.config.test_mode, self.plan.num_total_batches);
+        let (test, total) = (&self.run.config.test_mode, self.plan.num_total_batches);
         if test.enable_test_mode { (test.test_stop_step + 1).max(self.course.progress.done).min(total) } else { total }
     }
 
@@ -289,7 +245,7 @@ impl PpoTrainer {
     /// # Errors
     /// If a check fails; in bf16 and f16, whose rounding has no sharp bound, that is a warning.
     fn run_checks(&mut self, console: &ConsoleOutput) -> Result<()> {
-        let (low_precision, checks) = (self.config.run.is_low_precision(), self.check()?);
+        let (low_precision, checks) = (self.run.config.run.is_low_precision(), self.check()?);
         match checks.failure(Checks::tolerance(low_precision)) {
             None => console.checked(&checks.to_string()),
             Some(failure) if low_precision => console.warn(&failure),
@@ -303,6 +259,8 @@ impl PpoTrainer {
 }
 
 impl Trainee for PpoTrainer {
+    type State = PpoState;
+
     fn progress(&self) -> &Progress {
         &self.course.progress
     }
@@ -315,26 +273,12 @@ impl Trainee for PpoTrainer {
         &self.record.inputs
     }
 
-    /// Each part has a line here and one in [`PpoTrainer::load_state`].
-    fn state(&self) -> Map<String, Value> {
-        let (run, device) = (&self.config.run, self.learner.policy.device());
-        let mut state =
-            fixed_state(run, device, self.learner.micro_batch_tokens, &self.record.commits, &self.record.inputs);
-        state.insert("cursor".into(), self.data.cursor.state());
-        state.insert("rewards".into(), self.rewards.state());
-        state.insert("kl_controller".into(), self.course.kl_controller.state());
-        state.extend(self.learner.unsupervised.as_ref().map(|texts| ("unsupervised".into(), texts.state())));
-        state.extend(self.sampler.kept.state().map(|kept| ("kept_answers".into(), kept)));
-        state.insert("scores".into(), self.course.scaling.state());
-        state.insert("skips".into(), self.monitor.skips.state());
-        state.insert("alarms".into(), self.monitor.alarms.state());
-        state.insert("num_tokens".into(), self.monitor.num_tokens.into());
-        state.extend(self.learner.optimizers.scaling.as_ref().map(|scaling| (LOSS_SCALE.into(), scaling.state())));
-        let controller = self.learner.entropy_controller.as_ref();
-        state.extend(controller.map(|controller| ("entropy_controller".into(), controller.state())));
-        state.extend(self.record.checks.as_ref().map(|checks| ("checks".into(), checks.as_str().into())));
-        state.extend(self.own().map(|own| ("own".into(), own.into())));
-        state
+    fn fixed_state(&self) -> FixedState {
+        self.fixed()
+    }
+
+    fn state(&self) -> PpoState {
+        self.resumable()
     }
 
     fn bit_sums(&self) -> Vec<(String, i64)> {
@@ -343,7 +287,9 @@ impl Trainee for PpoTrainer {
     }
 
     fn load(&mut self, saved: &Saved) -> Result<()> {
-        self.load_state(&saved.parts()).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
+        let (fixed, state): (FixedState, PpoState) = (saved.parts().read()?, saved.parts().read()?);
+        let micro_batch = fixed.micro_batch.clone();
+        self.restore(fixed, state).map_err(|e| Error::invalid(&saved.dir, e.to_string()))?;
         let value_dir = saved.dir.join(VALUE_MODEL);
         self.learner.policy.load_trained(&saved.dir)?;
         if let Some(ema) = &mut self.learner.ema {
@@ -361,9 +307,9 @@ impl Trainee for PpoTrainer {
                 self.monitor.last_metrics.push(name, value);
             }
         }
-        let (limit, device) = (MicroBatchSettings::from(&self.config.run), self.learner.policy.device());
+        let (limit, device) = (MicroBatchSettings::from(&self.run.config.run), self.learner.policy.device());
         let tokens = &mut self.learner.micro_batch_tokens;
-        *tokens = limit.resumed_tokens(device, *tokens, saved.part("micro_batch").ok());
+        *tokens = limit.resumed_tokens(device, *tokens, &micro_batch);
         Ok(())
     }
 
@@ -395,8 +341,8 @@ impl Trainee for PpoTrainer {
     }
 
     fn write_bases(&mut self) -> Result<()> {
-        let out = &self.config.run.output_dir;
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let out = &self.run.config.run.output_dir;
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
         self.learner.policy.keep_base(&out.join(BASE_MODEL), eos, pad, most)?;
         let value = self.learner.value.model_mut();
         value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
@@ -411,7 +357,7 @@ impl Trainee for PpoTrainer {
     }
 
     fn save_dtype(&self) -> Dtype {
-        self.config.run.save_dtype
+        self.run.config.run.save_dtype
     }
 
     fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
@@ -432,22 +378,8 @@ impl Trainee for PpoTrainer {
     /// No update trains the policy during the warmup of the value model, nor one whose responses were all masked.
     fn may_lack_best_metric(&self) -> bool {
         let trains_nothing = self.monitor.last_metrics.get("objective/entropy").is_none();
-        trains_nothing || self.course.progress.done <= self.config.value.value_warmup_updates
+        trains_nothing || self.course.progress.done <= self.run.config.value.value_warmup_updates
     }
-}
-
-/// The error of a resumed run whose callbacks are others than those of its start, `began`; both as [`PpoTrainer::own`] names them.
-fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
-    let calls = match began {
-        None => "call neither `with_order` nor `with_schedule`",
-        Some("an order") => "call `with_order`",
-        Some("a schedule") => "call `with_schedule`",
-        Some(_) => "call `with_order` and `with_schedule`",
-    };
-    let (began, found) = (began.unwrap_or("no order or schedule"), found.unwrap_or("none"));
-    Error::Run(format!(
-        "callbacks: the run was started with {began} of the caller's, and this trainer has {found}; {calls} before resuming"
-    ))
 }
 
 /// Returns the numbers beside the progress bar.

@@ -16,7 +16,7 @@ impl PpoTrainer {
     /// # Errors
     /// If a file cannot be written; if a rank has ended or does not respond.
     pub fn save_model(&self, dir: &Path) -> Result<()> {
-        self.learner.save_together(|| self.write_all(dir, self.config.run.save_dtype))
+        self.learner.save_together(|| self.write_all(dir, self.run.config.run.save_dtype))
     }
 
     /// [`PpoTrainer::save_model`] on rank 0, while the others hand over their parts of the models.
@@ -29,9 +29,9 @@ impl PpoTrainer {
             replace_files(&dir.join(EMA), |dir| self.write_ema(dir, dtype))?;
         }
         let mut facts = vec![
-            ("policy started from", format!("`{}`", self.config.sft_model_path.display())),
+            ("policy started from", format!("`{}`", self.run.config.sft_model_path.display())),
             ("rewards", self.rewards.describe()),
-            ("prompts", format!("`{}`, {} rows", self.config.data.describe(), self.data.prompts.len())),
+            ("prompts", format!("`{}`, {} rows", self.run.config.data.describe(), self.data.prompts.len())),
             ("tokenizer", self.tokenizer.describe()),
         ];
         facts.extend(self.trained());
@@ -39,8 +39,9 @@ impl PpoTrainer {
         for (metric, name, decimals) in CARD_METRICS {
             facts.extend(self.monitor.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
         }
-        let (base_model, is_adapter) = (Some(self.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
-        let command = self.config.preset.command();
+        let (base_model, is_adapter) =
+            (Some(self.run.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
+        let command = self.run.config.preset.command();
         Card { command, base_model, is_adapter, facts: &facts }.write(dir)
     }
 
@@ -62,7 +63,7 @@ impl PpoTrainer {
     }
 
     fn write_policy(&self, dir: &Path, dtype: Dtype) -> Result<()> {
-        let (pad, most) = (self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let (pad, most) = (self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
         // The stop tokens of training end a response elsewhere too.
         let mut eos = self.tokenizer.eos_ids().to_vec();
         eos.extend(self.sampler.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
@@ -72,7 +73,7 @@ impl PpoTrainer {
 
     fn write_value_model(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let Some(value) = self.learner.value.model() else { return Ok(()) };
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.config.run.max_shard_size.0);
+        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
         value.save_pretrained_as(dir, eos, pad, most, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
