@@ -182,7 +182,7 @@ impl StepLoop {
         &self,
         own: Vec<T>,
     ) -> Result<(Vec<T>, Range<usize>), Failure> {
-        let world = &self.trainer.learner.world;
+        let world = self.trainer.learner.world();
         if !self.own_rows || world.size() == 1 {
             let rows = 0..own.len();
             return Ok((own, rows));
@@ -301,7 +301,7 @@ impl StepLoop {
 
     /// Refuses a method whose rows are divided over the ranks, where each rank has rows of its own.
     fn needs_all_rows(&self, method: &str) -> Result<(), Failure> {
-        if self.own_rows && self.trainer.learner.world.size() > 1 {
+        if self.own_rows && self.trainer.learner.world().size() > 1 {
             let message = format!("{method}: with several ranks, open the loop with rows = all, and pass all rows");
             return Err(Failure::order(message));
         }

@@ -347,6 +347,11 @@ impl Learner {
         self.optimizers.policy.is_offloaded()
     }
 
+    /// The ranks that learn together.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
     /// Whether this rank lacks parts of the models or of their optimizers.
     pub(crate) fn is_sharded(&self) -> bool {
         let divided = |shards: &&Shards| shards.stage().is_some_and(ZeroStage::shards_optimizer);

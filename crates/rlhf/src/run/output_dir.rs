@@ -39,7 +39,7 @@ pub(crate) const TOOLS_LOG: &str = "tools.log";
 pub(crate) const ROLLOUTS: &str = "rollouts";
 
 /// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
-const RUN_FILES: [&str; 15] = [
+const RUN_FILES: [&str; 14] = [
     TOOLS_LOG,
     METRICS,
     TRACKERS,

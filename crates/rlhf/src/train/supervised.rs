@@ -115,6 +115,22 @@ pub(super) struct TaskState {
     pub(super) num_tokens: Option<usize>,
 }
 
+/// Numbers of passes that are on the device, and not in sums yet: saved sums, and so their copies, have none of them.
+#[derive(Debug)]
+pub(super) struct Unread<T>(pub(super) Vec<T>);
+
+impl<T> Default for Unread<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<T> Clone for Unread<T> {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
 /// Sums since the last line of metrics.
 pub(super) trait Sums: Default + Clone + Serialize + DeserializeOwned {
     /// Adds an optimizer step with this norm of the gradients, 0 if it was skipped.
