@@ -325,7 +325,9 @@ impl KvCache {
             let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
             on_device(&places, self.device)
         });
-        self.write(layer, &places, keys, values);
+        // Padding follows the tokens.
+        let count = places.size()[0];
+        self.write(layer, &places, &keys.narrow(0, 0, count), &values.narrow(0, 0, count));
         self.places = Some(places);
     }
 
