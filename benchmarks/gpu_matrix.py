@@ -2,16 +2,19 @@
 
     gpu_matrix.py PROGRAM FOLDER kinds|resumes [NAME...]
 
-Models are those of tests/golden/models, with the tokenizer of one for those that have none. Metrics of f32 kinds differ by rounding;
-those of bf16 and of quantized kinds as their tokens do. gpu_window.py runs it and reads its lines.
+Models are those of tests/golden/models, with the tokenizer of one for those that have none. Metrics of f32 kinds differ by rounding, and
+have a bound; those of bf16 and of quantized kinds as their tokens do, and half of them have one. With RLHF_KERNELS=cuda-only a kind in
+which no kernel was started is wrong. gpu_window.py runs it and reads its lines.
 """
 
 import concurrent.futures
 import glob
 import hashlib
 import json
+import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +28,12 @@ LIMIT = 60
 ON_CPU, ON_GPU = 10, 7
 # Metrics that are times or sizes.
 LEFT_OUT = ("eps", "time", "memory", "tokens_per", "eta", "perf", "mem", "train_runtime")
+# Largest difference of a metric, over the metric and a hundredth: ten times that of f32 on an H100 at e7a95e2.
+BOUND = 3e-3
+# In kinds with these words most tokens may differ: the median of the differences.
+NARROW, NARROW_BOUND = ("bf16", "fp16", "4bit", "8bit"), 0.5
+# Of f16, for which there are no kernels.
+WITHOUT_KERNELS = ("ppo fp16",)
 
 
 def data(folder):
@@ -44,10 +53,42 @@ def data(folder):
     return folder
 
 
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def compared(name, expected, found):
+    """Metrics of a run on the GPU beside those on the processor: how many numbers, the largest difference with its key, and all that is wrong."""
+    gaps, wrong = [], []
+    if len(expected) != len(found):
+        wrong.append(f"{len(found)} lines of metrics, expected {len(expected)}")
+    for number, (x, y) in enumerate(zip(expected, found), 1):
+        keys = [key for key in {**x, **y} if not ("second" in key or key.startswith(LEFT_OUT))]
+        for key in keys:
+            a, b = x.get(key), y.get(key)
+            if not is_number(a) and not is_number(b):
+                # Texts, and numbers that are none on both: JSON has null for them.
+                wrong += [f"{key} of line {number} is {b}, expected {a}"] if (a is None) != (b is None) or (key in x) != (key in y) else []
+            elif not (is_number(a) and is_number(b) and math.isfinite(a) and math.isfinite(b)):
+                wrong.append(f"{key} of line {number} is {b}, expected {a}")
+            else:
+                gaps.append((abs(a - b) / (1e-2 + abs(a)), key))
+    gaps.sort(reverse=True)
+    narrow = any(word in name for word in NARROW)
+    bound, gap = (NARROW_BOUND, gaps[len(gaps) // 2]) if narrow and gaps else (BOUND, gaps[0] if gaps else (0.0, "none"))
+    if gap[0] > bound:
+        wrong.append(f"{gap[1]} differs by {gap[0]:.2g}, allowed {bound:g}")
+    if not gaps:
+        wrong.append("no numbers")
+    return len(gaps), (gaps[0] if gaps else (0.0, "none")), wrong
+
+
 class Matrix:
     def __init__(self, program, folder):
         self.program, self.folder = program, folder
         self.data = data(folder / "data")
+        # Output folders of runs in which no kernel was started.
+        self.idle = set()
         self.gates = {"cpu": threading.Semaphore(ON_CPU), "cuda": threading.Semaphore(ON_GPU)}
 
     def model(self, name):
@@ -120,8 +161,11 @@ class Matrix:
                                      env=dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
             except subprocess.TimeoutExpired:
                 return "timeout", b"", []
+        said = ran.stderr.decode(errors="replace")
         if ran.returncode:
-            print(f"    {device}: {' / '.join(ran.stderr.decode(errors='replace').strip().splitlines()[-2:])}", flush=True)
+            print(f"    {device}: {' / '.join(said.strip().splitlines()[-2:])}", flush=True)
+        elif device == "cuda" and os.environ.get("RLHF_KERNELS") == "cuda-only" and not re.search(r"kernels: [1-9]\d* starts", said):
+            self.idle.add(str(out))
         metrics = Path(out) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         return str(ran.returncode), ran.stdout, lines
@@ -131,18 +175,14 @@ class Matrix:
         out = str(self.folder / "runs" / name.replace(" ", "_").replace(",", ""))
         cpu, text, expected = self.run(words, "cpu", out + "-cpu")
         gpu, other, found = self.run(words, "cuda", out + "-gpu")
-        worst, numbers = ("none", 0.0), 0
-        for x, y in zip(expected, found):
-            for key, value in x.items():
-                both = (value, y.get(key))
-                if "second" in key or key.startswith(LEFT_OUT) or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in both):
-                    continue
-                numbers += 1
-                gap = abs(both[0] - both[1]) / (1e-2 + abs(both[0]))
-                worst = max(worst, (key, gap), key=lambda of: of[1])
-        if words[0] == "generate" and text != other:
-            worst = ("text", 9.0)
-        print(f"kind {name}: cpu {cpu}, gpu {gpu}, {numbers} numbers, largest difference {worst[0]} {worst[1]:.2g}", flush=True)
+        if words[0] == "generate":
+            numbers, worst, wrong = 0, (0.0, "none"), [] if text and text == other else ["other text"]
+        else:
+            numbers, worst, wrong = compared(name, expected, found)
+        if out + "-gpu" in self.idle and name not in WITHOUT_KERNELS:
+            wrong.append("no kernel was started")
+        said = "; ".join(wrong[:4]).replace("\n", " ") or "ok"
+        print(f"kind {name}: cpu {cpu}, gpu {gpu}, {numbers} numbers, largest difference {worst[1]} {worst[0]:.2g}, {said}", flush=True)
 
     def resume(self, name, words):
         """Runs a kind twice, and a third time from the first checkpoint of the second; prints whether the weights have the same bits."""
@@ -173,6 +213,7 @@ def main():
     kinds = matrix.kinds()
     work = matrix.compare if what == "kinds" else matrix.resume
     names = only or (list(kinds) if what == "kinds" else ["ppo", "grpo", "sft", "reward", "ppo t5", "ppo lora"])
+    print(f"expected {len(names)} {what}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(ON_CPU + ON_GPU) as pool:
         for done in [pool.submit(work, name, kinds[name]) for name in names]:
             try:

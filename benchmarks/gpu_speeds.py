@@ -2,10 +2,13 @@
 
     gpu_speeds.py PROGRAM FOLDER NAME...     FOLDER keeps the models, which are made where they are missing
 
-Each line has the seconds of each update, the median of those after the first, and what the card held. gpu_window.py runs it.
+Each line has the seconds of each update, the median of those after the first, and what the card held. With RLHF_KERNELS=cuda-only a run of
+rlhf in which no kernel was started has failed. gpu_window.py runs it.
 """
 
 import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -25,6 +28,22 @@ def say(stage, **numbers):
     print(json.dumps({"stage": stage, **numbers}), flush=True)
 
 
+def watch(command):
+    """Runs a program as runs.watch does. `Failed` if it is rlhf, which may compute by kernels only, and has started none."""
+    output = runs.watch(command)
+    asked = os.environ.get("RLHF_KERNELS") == "cuda-only" and Path(command[0]).name == "rlhf"
+    if asked and not re.search(r"kernels: [1-9]\d* starts", output.errors):
+        raise runs.Failed(f"{command[0]} {command[1]}: no kernel was started: {output.errors.strip()[-200:]}")
+    return output
+
+
+class Job(runs.Job):
+    """A PPO run whose kernels are watched."""
+
+    def rlhf(self, binary, precision):
+        return self._summary("rlhf", precision, watch(self._rlhf(binary, self._flags(precision) | self.extra)))
+
+
 class Speeds:
     def __init__(self, program, folder, device="cuda", tiny=False):
         self.program, self.folder, self.device, self.tiny = program, folder, device, tiny
@@ -40,7 +59,7 @@ class Speeds:
     def updates(self, stage, command, **more):
         """The times between the JSON lines of a program."""
         with gpu.CardMemory(self.device) as memory:
-            output = runs.watch(command)
+            output = watch(command)
         lines = output.json_lines()
         seconds = [b - a for (a, _), (b, _) in zip(lines, lines[1:])]
         found = {key: [round(line[key], 3) for _, line in lines if key in line] for key in KEYS}
@@ -92,7 +111,7 @@ class Speeds:
             write_prompts(folder / "prompts.jsonl", prompts, SIZES[name].vocab)
             (folder / "done").touch()
         batch = 2 if self.tiny else 8
-        job = runs.Job(folder, folder / "prompts.jsonl", batch, len(prompts) // batch, 3, device=self.device, rollout_batch=2 * batch)
+        job = Job(folder, folder / "prompts.jsonl", batch, len(prompts) // batch, 3, device=self.device, rollout_batch=2 * batch)
         with gpu.CardMemory(self.device) as memory:
             result = job.trl("bf16-weights") if who == "trl" else job.rlhf(self.program, "bf16-weights" if mode == "adamw_bf16" else mode)
         flops = SIZES[name].optimise_flops(prompts, 53, runs.EPOCHS)
@@ -109,7 +128,7 @@ class Speeds:
         words = {"dataset_name": data, "device": self.device, "dtype": "float32" if self.tiny else "bfloat16", "batch_size": rows,
                  "max_new_tokens": new, "min_new_tokens": new, "temperature": "1.0"}
         command = [self.program, "generate", "--model_name_or_path", folder / "policy"]
-        output = runs.watch(command + [word for name, value in words.items() for word in (f"--{name}", value)])
+        output = watch(command + [word for name, value in words.items() for word in (f"--{name}", value)])
         at = [at for at, _ in output.json_lines()]
         seconds = at[2 * rows - 1] - at[rows - 1]
         say(f"decode {rows}", seconds=round(seconds, 3), tokens_per_s=round(rows * new / seconds), ms_per_step=round(1e3 * seconds / new, 3))

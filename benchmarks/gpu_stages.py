@@ -1,6 +1,8 @@
 """The stages of gpu_window.py: what each runs, how long it may take, and how its output becomes numbers."""
 
+import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -44,8 +46,9 @@ class Stage:
     limit: float
     # The shell command, by place.
     command: Callable
-    # Numbers of its output; `failures` among them, if it is not 0, makes the stage a failure.
-    parse: Callable = lambda text: {}
+    # Numbers of its output, of which there must be some; `failures` among them, if it is not 0, makes the stage a failure. Without it the exit
+    # code decides alone.
+    parse: Callable | None = None
     # Files of the pack without which it cannot run.
     needs: tuple = ()
     variables: dict = field(default_factory=dict)
@@ -62,40 +65,64 @@ def of_tests(text):
     if not counts:
         return {"failures": 1, "failed": ["no test program came to its end"]}
     passed, failures, _ = map(sum, zip(*counts))
+    # A filter that no test has is no success.
+    failures = failures if passed else max(failures, 1)
     return {"passed": passed, "failures": failures, "failed": sorted(set(re.findall(r"^test (\S+) \.\.\. FAILED", text, re.M)))}
 
 
-def of_json(text):
-    """The last JSON line of each `stage` of gpu_speeds.py."""
+def of_doctor(text):
+    """Of `rlhf doctor --json`: the GPU that it found, and what is broken."""
+    try:
+        checks = json.loads(text[text.index("\n{") : text.rindex("}") + 1])["checks"]
+    except (ValueError, KeyError):
+        return {"failures": 1, "failed": ["no JSON of rlhf doctor"]}
+    failed = [f"{check['name']}: {check['text']}"[:200] for check in checks if check["status"] == "failure"]
+    gpu = next((check["text"] for check in checks if check["name"] == "gpu" and check["status"] == "ok"), "")
+    failed += [] if re.match(r"\d+ GPU", gpu) else ["gpu: rlhf doctor found none"]
+    return {"gpu": gpu[:120], "failures": len(failed), "failed": failed}
+
+
+def of_json(text, names=()):
+    """The last JSON line of each `stage` of gpu_speeds.py; a failure for each of `names` without a measured number."""
     found = {}
     for line in text.splitlines():
         if line.startswith('{"stage"'):
             numbers = json.loads(line)
             found[numbers.pop("stage")] = numbers
-    errors = [name for name, numbers in found.items() if "error" in numbers]
-    return {**found, "failures": len(errors)} if found else {"failures": 1}
+    wrong = [name for name in dict.fromkeys((*names, *found)) if not is_measured(found.get(name, {}))]
+    return {**found, "failures": len(wrong), "failed": wrong} if found else {"failures": 1, "failed": list(names)}
+
+
+def is_measured(numbers):
+    """Whether a line of gpu_speeds.py has its time."""
+    time = numbers.get("median", numbers.get("ms_per_step"))
+    return "error" not in numbers and isinstance(time, (int, float)) and math.isfinite(time) and time > 0
 
 
 def of_matrix(text):
-    """Of gpu_matrix.py: kinds that failed, the largest differences, resumes with other bits."""
-    kinds = re.findall(r"^kind (.+): cpu (\S+), gpu (\S+), (\d+) numbers, largest difference (\S+) (\S+)$", text, re.M)
-    failed = [name for name, cpu, gpu, *_ in kinds if (cpu, gpu) != ("0", "0")]
-    largest = sorted(((float(gap), f"{name}: {key}") for name, *_, key, gap in kinds), reverse=True)[:8]
+    """Of gpu_matrix.py: kinds that failed or have wrong metrics, or did not end; the largest differences; resumes with other bits."""
+    kinds = re.findall(r"^kind (.+): cpu (\S+), gpu (\S+), (\d+) numbers, largest difference (\S+) ([^\s,]+), (.+)$", text, re.M)
+    failed = [name if said == "ok" else f"{name}: {said}" for name, cpu, gpu, *_, said in kinds if (cpu, gpu, said) != ("0", "0", "ok")]
+    largest = sorted(((float(gap), f"{name}: {key}") for name, *_, key, gap, _ in kinds), reverse=True)[:8]
     resumes = re.findall(r"^resume (.+): twice (\S+), resumed (\S+)$", text, re.M)
+    missing = {"kinds": len(kinds), "resumes": len(resumes)}
+    missing = sum(int(expected) - missing[what] for expected, what in re.findall(r"^expected (\d+) (kinds|resumes)$", text, re.M))
+    failed += [f"{missing} did not end"] if missing else []
     found = {"kinds": len(kinds), "failures": len(failed), "failed": failed, "largest": [[what, gap] for gap, what in largest]}
     other = [f"{kind}: twice {a}, resumed {b}" for kind, a, b in resumes if (a, b) != ("same", "same")]
     return found | {"resumes": len(resumes), "other_bits": other} if kinds or resumes else {"failures": 1}
 
 
-def of_profile(text):
-    """Of gpu_profile.cpp: span and busy time of each part, and its longest kernels."""
+def of_profile(text, names=()):
+    """Of gpu_profile.cpp: span and busy time of each part, and its longest kernels; a failure where the run of `names` was not measured."""
     found, part = {}, None
     for line in text.splitlines():
         if m := re.match(r"== (.+): (\d+) kernels, span (\S+) ms, busy (\S+) ms", line):
             part = found.setdefault(m[1], {"kernels": int(m[2]), "span_ms": float(m[3]), "busy_ms": float(m[4]), "longest": []})
         elif part and len(part["longest"]) < 10 and (m := re.match(r" *(\S+) ms +(\d+) x +(\S+) us  (.+)", line)):
             part["longest"].append([float(m[1]), int(m[2]), m[4][:80]])
-    return found if found else {"failures": 1}
+    failures = of_json(text, names)["failures"] if names else 0
+    return {**found, "failures": failures} if found else {"failures": 1}
 
 
 # --- Commands --------------------------------------------------------------------------------------------------------------------------------
@@ -113,31 +140,38 @@ def library(place):
     """Puts the CUDA library beside libtorch's, where it is looked for."""
     torch = find_spec("torch")
     lib = Path(torch.submodule_search_locations[0]) / "lib" if torch else Path("/no-torch-in-this-python")
-    return f"nvidia-smi && cp {place.file('libtch_ext_cuda.so')} {shlex.quote(str(lib))}/ && {place.file('rlhf')} doctor --device cuda"
+    return f"nvidia-smi && cp {place.file('libtch_ext_cuda.so')} {shlex.quote(str(lib))}/ && {place.file('rlhf')} doctor --device cuda --json"
 
 
 def profiled(*stages):
     def command(place):
         out = shlex.quote(str(place.out / "profile-kernels.txt"))
         run = script("gpu_speeds.py", *stages)(place)
-        return f"CUDA_INJECTION64_PATH={place.file('libprofile.so')} PROFILE_OUT={out} PROFILE_LAST_MS=3000 {run}; cat {out}"
+        # A profile of an earlier call is none of this one.
+        return f"rm -f {out}; CUDA_INJECTION64_PATH={place.file('libprofile.so')} PROFILE_OUT={out} PROFILE_LAST_MS=3000 {run} && cat {out}"
 
     return command
 
 
 CUDA_TESTS = {"RLHF_TEST_CUDA": "1"}
 GOLDEN = {"RLHF_TEST_DEVICE": "cuda"}
-KERNELS = {"RLHF_KERNELS": "cuda"}
+# Where they cannot be loaded, a stage fails.
+KERNELS = {"RLHF_KERNELS": "cuda-only"}
 ORDERED = {"RLHF_SUMS": "ordered"}
 PROGRAM = ("rlhf", "libtch_ext_cuda.so")
 
 
 def speeds(name, about, limit, *stages, **variables):
-    return Stage(name, about, limit, script("gpu_speeds.py", *stages), of_json, PROGRAM, variables, least=30)
+    return Stage(name, about, limit, script("gpu_speeds.py", *stages), functools.partial(of_json, names=stages), PROGRAM, variables, least=30)
+
+
+def profile(name, about, limit, *stages):
+    parse = functools.partial(of_profile, names=stages)
+    return Stage(name, about, limit, profiled(*stages), parse, (*PROGRAM, "libprofile.so"), least=30)
 
 
 STAGES = [
-    Stage("doctor", "the card, the CUDA library in its place, rlhf doctor", 60, library, needs=PROGRAM),
+    Stage("doctor", "the card, the CUDA library in its place, rlhf doctor", 60, library, of_doctor, PROGRAM),
     Stage("graphs", "generation by CUDA graphs in twelve families", 60, tests("rlhf_lm", "--ignored", "a_gpu_that_records"), of_tests,
           ("test-rlhf_lm",), CUDA_TESTS),
     Stage("kernels", "each kernel of csrc/gpu against libtorch's operations", 90, tests("gpu_kernels", "--ignored"), of_tests,
@@ -163,6 +197,6 @@ STAGES = [
     speeds("speed ordered", "SFT and GRPO with sums in a fixed order", 100, "sft rlhf bf16", "grpo rlhf bf16", **ORDERED),
     speeds("speed ppo trl", "TRL's, bf16 weights", 100, "ppo trl"),
     *[speeds(f"logits 2^{power}", "SFT with so many logits at once", 60, "sft rlhf bf16", RLHF_LOGITS_CHUNK=str(power)) for power in (25, 27, 29)],
-    Stage("profile sft", "kernels of three SFT steps", 60, profiled("sft rlhf bf16"), of_profile, (*PROGRAM, "libprofile.so"), least=30),
-    Stage("profile grpo", "kernels of an update of GRPO", 80, profiled("grpo rlhf bf16"), of_profile, (*PROGRAM, "libprofile.so"), least=30),
+    profile("profile sft", "kernels of three SFT steps", 60, "sft rlhf bf16"),
+    profile("profile grpo", "kernels of an update of GRPO", 80, "grpo rlhf bf16"),
 ]

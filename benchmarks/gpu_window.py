@@ -5,14 +5,15 @@
     gpu_window.sh run --out FOLDER --then 'COMMAND'     also that command, after the others
     gpu_window.sh show FOLDER               a table of the results
 
-A later call continues: stages that are done in FOLDER, or in the files named by --continue, are not run again unless the commit differs.
-`run --list` prints the stages; `run --only STAGE...` runs some. Exit code 0: all stages are done; 1: one failed; 2: wrong
+A later call continues: stages that are done in FOLDER, or in the files named by --continue, are not run again where the same ran: the same
+command, variables, programs, scripts and reference values, on the same kind of card. That of --then always runs. `run --list` prints the stages; `run --only STAGE...` runs some. Exit code 0: all stages are done; 1: one failed; 2: wrong
 arguments; 3: there is no GPU and nothing ran; 4: the time was over before all stages ran.
 
 Needs Python's standard library alone; the stages beside TRL need torch, transformers and trl there. docs/internals/gpu.md has more.
 """
 
 import argparse
+import hashlib
 import json
 import lzma
 import os
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 
 import gpu_stages
@@ -33,6 +35,8 @@ MOST_BYTES = 64 << 20
 # Seconds that remain after a stage: to write, and to end.
 RESERVE = 5
 NO_GPU, NO_TIME = 3, 4
+# The stage of --then.
+THEN = "then"
 
 
 def say(text):
@@ -61,21 +65,31 @@ def pack(args):
     PACK.mkdir(parents=True, exist_ok=True)
     for old in PACK.glob("*.xz"):
         old.unlink()
+    hashes = {}
     for name, file in files.items():
         if name in missing:
             continue
         stripped = PACK / name
         subprocess.run(["strip", "-o", stripped, file], check=True)
+        hashes[name] = hash_of([stripped])
         (PACK / f"{name}.xz").write_bytes(lzma.compress(stripped.read_bytes(), preset=6))
         stripped.unlink()
     # A test program has the folders in it where it was compiled.
-    about = {"commit": commit(), "root": str(ROOT), "tested_program": str(target / "debug/rlhf")}
+    about = {"commit": commit(), "files": hashes, "root": str(ROOT), "tested_program": str(target / "debug/rlhf")}
     (PACK / "about.json").write_text(json.dumps(about) + "\n")
     total = sum(f.stat().st_size for f in PACK.iterdir())
     for f in sorted(PACK.iterdir()):
         say(f"{f.stat().st_size / 2**20:6.1f} MiB {f.name}")
     say(f"{total / 2**20:.1f} MiB of {MOST_BYTES >> 20} in {PACK}")
     return 0 if total <= MOST_BYTES else 1
+
+
+def hash_of(files):
+    """SHA-256 of files, with their names."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{Path(file).name} {Path(file).stat().st_size}\n".encode() + Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 def commit():
@@ -95,7 +109,7 @@ def unpack(work):
     work.mkdir(parents=True, exist_ok=True)
     for packed in PACK.glob("*.xz"):
         file = work / packed.stem
-        if not file.exists() or file.stat().st_mtime < packed.stat().st_mtime:
+        if not file.exists() or hash_of([file]) != about.get("files", {}).get(packed.stem):
             file.write_bytes(lzma.decompress(packed.read_bytes()))
             file.chmod(0o755)
     for path, real in ((about["root"], ROOT), (about["tested_program"], work / "rlhf")):
@@ -115,8 +129,27 @@ def card():
     return lines[0].strip() if lines else None
 
 
-def done_before(files, commit):
-    """Names of the stages that ended well with this commit in the files of results; lines cut off by the end of a machine are skipped."""
+def hashes_of(stages, about, gpu):
+    """For each stage a hash of all that its result depends on, which is the same on another machine with the same kind of card."""
+    torch = find_spec("torch")
+    places = {str(gpu_stages.HERE): "benchmarks", sys.executable: "python"}
+    places |= {str(Path(torch.submodule_search_locations[0])): "torch"} if torch else {}
+    scripts = hash_of(sorted(f for f in gpu_stages.HERE.glob("*.py") if not f.name.startswith(("test_", "gpu_window"))))
+    golden = hash_of(sorted(f for f in (ROOT / "tests/golden").rglob("*") if f.is_file()))
+    hashes = {}
+    for stage in stages:
+        command = stage.command(Place(Path("out"), Path("work")))
+        for place, name in places.items():
+            command = command.replace(place, name)
+        programs = {name: about.get("files", {}).get(name) for name in stage.needs}
+        parts = json.dumps([stage.name, command, stage.variables, programs, scripts, golden, gpu.split(",")[0]], sort_keys=True)
+        hashes[stage.name] = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    return hashes
+
+
+def done_before(files, hashes):
+    """Names of the stages that ended well in the files of results, where the same ran by `hashes`; lines cut off by the end of a machine are
+    skipped."""
     names = set()
     for file in files:
         for line in Path(file).read_text().splitlines() if Path(file).is_file() else []:
@@ -124,7 +157,7 @@ def done_before(files, commit):
                 result = json.loads(line)
             except ValueError:
                 continue
-            if result.get("state") == "done" and result.get("commit") == commit:
+            if result.get("state") == "done" and hashes.get(result.get("stage"), "none") == result.get("ran"):
                 names.add(result["stage"])
     return names
 
@@ -152,9 +185,11 @@ def run_stage(stage, place, limit):
     code = run_command(stage.command(place), log, limit, place.environment() | stage.variables)
     text = log.read_text(errors="replace")
     try:
-        numbers = stage.parse(text)
-    except (ValueError, KeyError, IndexError) as e:
-        numbers = {"unreadable": repr(e)}
+        numbers = stage.parse(text) if stage.parse else {}
+        if stage.parse and not numbers:
+            numbers = {"failures": 1, "failed": ["no result in its output"]}
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        numbers = {"failures": 1, "unreadable": repr(e)}
     state = "timeout" if code is None else "done" if code == 0 and not numbers.get("failures") else "failed"
     return {"state": state, "code": code, "numbers": numbers, "end": text[-600:] if state != "done" else ""}
 
@@ -162,7 +197,7 @@ def run_stage(stage, place, limit):
 def run(args):
     stages = [s for s in STAGES if not args.only or s.name in args.only]
     if args.then:
-        stages.append(gpu_stages.Stage("then", "the command of --then", 600, lambda place: args.then))
+        stages.append(gpu_stages.Stage(THEN, "the command of --then", 600, lambda place: args.then))
     if args.list:
         for s in stages:
             print(f"{s.limit:5} s  {s.name:<28} {s.about}")
@@ -181,7 +216,8 @@ def run(args):
     place = Place(args.out.resolve(), args.work.resolve())
     about = unpack(place.work)
     results = args.out / "results.jsonl"
-    before = done_before([results, *args.continues], about["commit"])
+    hashes = hashes_of(stages, about, gpu)
+    before = done_before([results, *args.continues], hashes) - {THEN}
     states = []
     for s in stages:
         left = args.seconds - (time.monotonic() - began) - RESERVE
@@ -194,7 +230,7 @@ def run(args):
             continue
         start = time.monotonic()
         result = run_stage(s, place, min(s.limit, left))
-        result = {"stage": s.name, "commit": about["commit"], "card": gpu, "at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        result = {"stage": s.name, "commit": about["commit"], "ran": hashes[s.name], "card": gpu, "at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
                   "seconds": round(time.monotonic() - start, 1), **result}
         with open(results, "a") as file:
             print(json.dumps(result), file=file, flush=True)

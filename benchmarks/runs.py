@@ -41,6 +41,7 @@ class Output:
     lines: list  # of standard output
     arrivals: list  # of the lines, in seconds since the start of the program
     peak_bytes: int
+    errors: str = ""  # standard error
 
     def json_lines(self):
         """The lines that are JSON objects, each with the time when it came."""
@@ -72,7 +73,9 @@ def watch(command, timeout=None, variables=None):
             said = errors.read().strip().splitlines()[-3:]
             reason = f"killed after {seconds:.0f} s" if child.returncode == -9 else f"exit code {child.returncode}"
             raise Failed(f"{' '.join(command)}: {reason}: {' / '.join(said) or 'nothing on standard error'}")
-    return Output(lines, arrivals, usage.ru_maxrss * 1024)
+        errors.seek(0)
+        said = errors.read()
+    return Output(lines, arrivals, usage.ru_maxrss * 1024, said)
 
 
 def watch_ranks(command, ranks, timeout=None):

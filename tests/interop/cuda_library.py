@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from gpu_sources import options_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TORCH = Path(torch.__file__).parent
@@ -28,16 +29,18 @@ def run(*command, **more):
 def compile_by(library):
     """Compiles a kernel by the library's function, which needs no GPU, and a text that is none."""
     # versions, compile, load, find, launch: `Functions` of gpu.h.
-    compile_source = (ctypes.c_void_p * 5).in_dll(library, "tch_ext_gpu_functions")[1]
-    kind = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p),
-                            ctypes.POINTER(ctypes.c_size_t))
+    compile_source = (ctypes.c_void_p * 5).in_dll(library, "tch_ext_gpu_functions_2")[1]
+    kind = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int,
+                            ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t))
+    options = options_of(90)
+    given = (ctypes.c_char_p * len(options))(*options)
     folder = ROOT / "crates/tch-ext/csrc/gpu"
     source = (folder / "device.cuh").read_text() + (folder / "norm.cu").read_text()
     binary, size = ctypes.c_void_p(), ctypes.c_size_t()
-    message = kind(compile_source)(source.encode(), b"norm.cu", 90, ctypes.byref(binary), ctypes.byref(size))
+    message = kind(compile_source)(source.encode(), b"norm.cu", given, len(options), ctypes.byref(binary), ctypes.byref(size))
     assert message is None, message
     assert b".text.norm_bf16" in ctypes.string_at(binary, size.value)
-    message = kind(compile_source)(b"no kernel", b"wrong.cu", 90, ctypes.byref(binary), ctypes.byref(size))
+    message = kind(compile_source)(b"no kernel", b"wrong.cu", given, len(options), ctypes.byref(binary), ctypes.byref(size))
     assert b"wrong.cu(1): error" in message, message
     print("ok: the library compiles kernels by NVRTC")
 
@@ -52,7 +55,7 @@ def main():
         # As the program loads them: libtorch's symbols for all, then the library, each symbol at once.
         ctypes.CDLL(TORCH / "lib/libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         loaded = ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        for name in ("tch_ext_graph_functions", "tch_ext_gpu_functions", "tch_ext_cuda_key"):
+        for name in ("tch_ext_graph_functions", "tch_ext_gpu_functions_2", "tch_ext_cuda_key"):
             getattr(loaded, name)
         print("ok: the library loads beside libtorch's")
         compile_by(loaded)

@@ -22,11 +22,19 @@ def nvrtc():
     return ctypes.CDLL(str(folders[0]))
 
 
+def options_of(arch):
+    """The options of NVRTC that the program has in gpu.rs."""
+    found = re.search(r"const OPTIONS: \[&str; (\d+)\] = \[(.*?)\];", (FOLDER.parent.parent / "src/gpu.rs").read_text())
+    options = re.findall(r'"(\S+?)"', found[2])
+    assert len(options) == int(found[1]), found[0]
+    return [option.encode() for option in (f"--gpu-architecture=sm_{arch}", *options)]
+
+
 def compiled(library, source, name, arch):
     """The binary of a source; exits with NVRTC's messages if it does not compile."""
     program = ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None) == 0
-    options = [f"--gpu-architecture=sm_{arch}".encode(), b"--std=c++17", b"--diag-suppress=177"]
+    options = options_of(arch)
     result = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))

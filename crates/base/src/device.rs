@@ -4,11 +4,13 @@ use crate::dist::launch::Launch;
 use crate::process::{self, output};
 use crate::schema::{Setting, expect};
 use crate::{Error, Result};
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// The setting `device`.
@@ -46,7 +48,7 @@ impl Device {
             Self::Auto if !has_driver() => Ok(tch::Device::Cpu),
             Self::Auto | Self::Cuda(None) => match gpus() {
                 Ok(count) => match Place::of_process().gpu(count, has_own_gpu()) {
-                    Ok(number) => Ok(gpu_with_kernels(number)),
+                    Ok(number) => gpu_with_kernels(number),
                     Err(reason) => usage(self, &reason),
                 },
                 Err(reason) if self == Self::Auto => {
@@ -56,7 +58,7 @@ impl Device {
                 Err(reason) => usage(self, &reason),
             },
             Self::Cuda(Some(number)) => match gpus() {
-                Ok(count) if number < count => Ok(gpu_with_kernels(number)),
+                Ok(count) if number < count => gpu_with_kernels(number),
                 Ok(count) => usage(self, &format!("expected a number below {count}, the number of GPUs")),
                 Err(reason) => usage(self, &reason),
             },
@@ -103,20 +105,65 @@ impl Place {
     }
 }
 
-/// GPU `number`; with `RLHF_KERNELS=cuda` our own kernels are compiled and loaded for it. Where they cannot be, a line says why, and
-/// libtorch's operations compute.
-fn gpu_with_kernels(number: usize) -> tch::Device {
-    static ASKED: std::sync::Once = std::sync::Once::new();
-    if std::env::var_os("RLHF_KERNELS").is_some_and(|value| value == "cuda") {
-        ASKED.call_once(|| {
-            let folder = cache_folder(|name| std::env::var_os(name)).map(|folder| folder.join("kernels"));
-            if let Err(reason) = tch_ext::use_gpu_kernels(number, folder.as_deref()) {
+/// Whether our own kernels compute on GPUs, by `RLHF_KERNELS`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GpuKernels {
+    /// They do not.
+    No,
+    /// `cuda`: where they can be loaded; otherwise a line says why not.
+    Cuda,
+    /// `cuda-only`: where they cannot be loaded, there is no GPU.
+    CudaOnly,
+}
+
+impl GpuKernels {
+    fn of(variable: Option<&OsStr>) -> Self {
+        match variable.and_then(OsStr::to_str) {
+            Some("cuda") => Self::Cuda,
+            Some("cuda-only") => Self::CudaOnly,
+            _ => Self::No,
+        }
+    }
+}
+
+/// GPU `number`, for which our own kernels are compiled and loaded if `RLHF_KERNELS` asks for them.
+///
+/// # Errors
+/// If it asks for nothing else, and they cannot be loaded.
+fn gpu_with_kernels(number: usize) -> Result<tch::Device> {
+    let asked = GpuKernels::of(std::env::var_os("RLHF_KERNELS").as_deref());
+    if asked == GpuKernels::No {
+        return Ok(tch::Device::Cuda(number));
+    }
+    static TRIED: Mutex<BTreeMap<usize, Result<(), String>>> = Mutex::new(BTreeMap::new());
+    let mut tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);
+    let loaded = tried.entry(number).or_insert_with(|| {
+        let folder = cache_folder(|name| std::env::var_os(name)).map(|folder| folder.join("kernels"));
+        tch_ext::use_gpu_kernels(number, folder.as_deref()).inspect_err(|reason| {
+            if asked == GpuKernels::Cuda {
                 let _ =
                     writeln!(std::io::stderr(), "warning: RLHF_KERNELS = cuda: computing without kernels: {reason}");
             }
-        });
+        })
+    });
+    match loaded {
+        Err(reason) if asked == GpuKernels::CudaOnly => {
+            Err(Error::Run(format!("RLHF_KERNELS = cuda-only: no kernels for GPU {number}: {reason}")))
+        }
+        _ => Ok(tch::Device::Cuda(number)),
     }
-    tch::Device::Cuda(number)
+}
+
+/// Returns a line about the kernels for GPUs that this process has started, if it has loaded CUDA and `RLHF_KERNELS` allows nothing else: by it
+/// a check sees that they ran.
+pub fn started_kernels() -> Option<String> {
+    let asked = GpuKernels::of(std::env::var_os("RLHF_KERNELS").as_deref());
+    if asked != GpuKernels::CudaOnly || !tch_ext::is_cuda_loaded() {
+        return None;
+    }
+    let started = tch_ext::gpu_kernels().into_iter().filter(|kernel| kernel.starts > 0);
+    let (kernels, starts) = started.fold((0, 0), |(kernels, starts), kernel| (kernels + 1, starts + kernel.starts));
+    Some(format!("kernels: {starts} starts of {kernels} kernels"))
 }
 
 /// The folder of what can be made again, by the environment: `$RLHF_CACHE`, or `rlhf` in that of the user's programs.
@@ -167,12 +214,17 @@ pub fn check_threads(threads: Option<usize>) -> Result<()> {
 
 /// The whole memory of `device` for this process in bytes: the machine's, or the container's limit if that is less, divided by the number
 /// of ranks on this machine; a GPU's own, as CUDA or, where that is not loaded, `nvidia-smi` reports it. `None` if it is not known.
+///
+/// CUDA is asked once for each GPU; a pass asks several times.
 pub fn memory(device: tch::Device) -> Option<usize> {
     match device {
-        tch::Device::Cuda(number) => match tch_ext::gpu_memory(number) {
-            Ok([_, total]) => Some(total),
-            Err(_) => gpu_memory("memory.total", number),
-        },
+        tch::Device::Cuda(number) if tch_ext::is_cuda_loaded() => {
+            static FOUND: Mutex<BTreeMap<usize, Option<usize>>> = Mutex::new(BTreeMap::new());
+            let by_cuda = || tch_ext::gpu_memory(number).ok().map(|[_, total]| total);
+            let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+            *found.entry(number).or_insert_with(|| by_cuda().or_else(|| gpu_memory("memory.total", number)))
+        }
+        tch::Device::Cuda(number) => gpu_memory("memory.total", number),
         _ => whole_memory().map(|bytes| bytes / Place::of_process().ranks),
     }
 }
@@ -285,7 +337,7 @@ pub fn available_gpu_memory(number: usize) -> Option<usize> {
 }
 
 /// Returns the memory of a GPU in bytes, in a field of `nvidia-smi`; `None` as for [`available_gpu_memory`].
-pub fn gpu_memory(field: &str, number: usize) -> Option<usize> {
+fn gpu_memory(field: &str, number: usize) -> Option<usize> {
     let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let gpu = shown_gpu(shown.as_deref(), number)?;
     let query = format!("--query-gpu={field}");
@@ -455,6 +507,14 @@ mod tests {
         ] {
             assert_eq!(multiplies_bf16(info), expected, "{info}");
         }
+    }
+
+    #[test]
+    fn kernels_for_gpus_are_asked_for_by_two_words_of_which_one_allows_nothing_else() {
+        let of = |text: &str| GpuKernels::of(Some(OsStr::new(text)));
+        assert_eq!(["cuda", "cuda-only"].map(of), [GpuKernels::Cuda, GpuKernels::CudaOnly]);
+        assert_eq!(["", "plain", "CUDA", "cuda only"].map(of), [GpuKernels::No; 4]);
+        assert_eq!(GpuKernels::of(None), GpuKernels::No);
     }
 
     #[test]

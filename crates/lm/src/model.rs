@@ -56,7 +56,7 @@ pub use described::{Activations, Held, Holding, ModelSizes, PassTokens, SourceTo
 pub use kv_cache::{KvCache, positions_for};
 pub use logprobs::{Distributions, LmHead, LogitNumbers, LogprobOptions, TokenLogprobs, TopLogprobs};
 pub use logprobs::{Divergence, TeacherRows, TokenDivergences};
-pub use logprobs::{PLAIN_LOGITS, logits_chunk};
+pub use logprobs::{LogitsUse, logits_chunk};
 pub use lora::DropoutRows;
 pub use lora_config::{LoraConfig, PeftConfig};
 pub use lora_config::{MOST_RANK, is_lm_head};

@@ -18,7 +18,7 @@ use std::panic::{self, PanicHookInfo};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use rlhf::device::{Device, load_ahead};
+use rlhf::device::{Device, load_ahead, started_kernels};
 use rlhf::dist::World;
 use rlhf::dist::launch::Launch;
 use rlhf::run::{Console, Runtime, announce, clear_bar, report_error};
@@ -52,6 +52,9 @@ pub fn run(words: Vec<OsString>) -> ! {
         fail(&internal(&message), 1)
     });
     let _ = io::stdout().flush();
+    if let Some(line) = started_kernels() {
+        let _ = writeln!(io::stderr(), "{line}");
+    }
     tch_ext::exit(code.into())
 }
 

@@ -446,8 +446,15 @@ fn texts_beside_ppo_stored_distributions_and_merged_adapters_count() {
     assert!(work(&texts) > 3.0 * work(&ppo("none", "big", "")));
     // One hidden state of 384 numbers for each of the tokens of four responses.
     let of_kl = |flags: &str| planned(&scratch, "", &ppo("kl", "big", &format!("--kl_estimator full {flags}")));
-    let [stored, not] = [of_kl("--kl_in_loss"), of_kl("")].map(|plan| phase(&plan, "policy step", "activations"));
-    assert_eq!(stored - not, 4.0 * 40.0 * 384.0 * 4.0);
+    let of_step = |plan: &Value| ["activations", "logits"].map(|part| phase(plan, "policy step", part));
+    let [stored, not] = [of_kl("--kl_in_loss"), of_kl("")].map(|plan| of_step(&plan));
+    // Working memory beyond the logits is a part of the activations.
+    assert_eq!(stored.iter().sum::<f64>() - not.iter().sum::<f64>(), 4.0 * 40.0 * 384.0 * 4.0);
+    // Kernels hold the logits once; libtorch's operations, which compute this KL and its gradient, seven times.
+    assert_eq!(stored[1], 7.0 * not[1]);
+    // A bonus for the entropy is the kernels', too.
+    let bonus = planned(&scratch, "", &ppo("bonus", "big", "--entropy_coef 0.01"));
+    assert_eq!(of_step(&bonus)[1], not[1]);
     // A base in bf16 becomes f32 where an adapter is merged into it.
     let file = scratch.path("big/model.safetensors");
     let narrow: Vec<_> = tch::Tensor::read_safetensors(&file)

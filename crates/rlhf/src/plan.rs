@@ -21,7 +21,7 @@ use crate::train::ppo;
 use members::Models;
 use memory::Job;
 use rates::{Passes, Rates};
-use rlhf_base::device::{available_gpu_memory, available_memory, gpu_memory, use_threads, whole_memory};
+use rlhf_base::device::{available_gpu_memory, available_memory, load_ahead, memory, use_threads, whole_memory};
 use rlhf_base::dist::as_ranks;
 use rlhf_base::{Error, Result};
 use rlhf_lm::optim::OptimizerConfig;
@@ -514,8 +514,10 @@ impl Machine {
         match device {
             Device::Cuda(number) => {
                 let available = options.memory.or_else(|| available_gpu_memory(number));
-                // Where `nvidia-smi` does not respond, it is not called again.
-                let whole = options.memory.or_else(|| available.and_then(|_| gpu_memory("memory.total", number)));
+                // As a run finds it: by CUDA, if there is a driver. Where `nvidia-smi` does not respond, it is not called again.
+                load_ahead(rlhf_base::device::Device::Cuda(Some(number)));
+                let is_there = available.is_some() || tch_ext::is_cuda_loaded();
+                let whole = options.memory.or_else(|| is_there.then(|| memory(device)).flatten());
                 Self { device, ranks, of_rows: ranks, available, whole, program: CUDA_PROGRAM }
             }
             _ => Self {

@@ -506,6 +506,8 @@ struct QuantizedWeight {
   // x values^T + bias, without a graph.
   Tensor linear(const Tensor& x, const MaybeTensor& bias) const {
     const auto dtype = x.scalar_type();
+    const bool plain_bias = !bias || (bias->scalar_type() == dtype && bias->is_contiguous());
+    if (plain_bias && gpu::multiplies_quantized(matrix(), x)) return gpu::quantized_product(matrix(), x, value_of(bias));
     if (!has_kernels(dtype)) return linear_of(x, plain_values(dtype), bias);
     const int64_t rows = x.size(0);
     TORCH_CHECK(x.is_cpu() && x.size(1) == in &&
@@ -904,7 +906,7 @@ struct Norm : torch::autograd::Function<Norm> {
         if (has_weight) grad_of(weight).add_(of_weight);
         if (has_bias) grad_of(bias).add_(of_bias);
       }
-      return {gpu::norm_gradient(options, g, x, used, saved[4], stats), {}, {}, {}, {}, {}, {}};
+      return {gpu::norm_gradient(options, g, {}, x, used, saved[4], stats, false)[0], {}, {}, {}, {}, {}, {}};
     }
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
     // Frozen weights have no gradient; weights of other dtypes than f32 are frozen.
@@ -921,6 +923,42 @@ struct Norm : torch::autograd::Function<Norm> {
                                       dx.mutable_data_ptr<float>(), grad_or_null(weight), grad_or_null(bias));
     });
     return {dx, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// --- The residual stream and its norm, on a GPU ---------------------------------------------------------------------
+
+// As `Residual`, then `Norm` of the sum in the dtype of the branches; returns both.
+struct SumNorm : torch::autograd::Function<SumNorm> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b, const Tensor& weight,
+                               const MaybeTensor& maybe_bias, double eps, bool center, double offset) {
+    const Tensor input = x.contiguous(), second = b ? b->contiguous() : Tensor(), bias = value_of(maybe_bias);
+    TORCH_CHECK(gpu::takes(input), "norm of a sum: no kernels are loaded for ", input.device());
+    TORCH_CHECK(input.size(-1) > 0 && weight.numel() == input.size(-1), "norm of a sum: x ", input.sizes(), ", weight ", weight.sizes());
+    const auto [sums, normed, means, rstds] = gpu::sum_norm({eps, offset, center}, input, a.contiguous(), second,
+                                                            weight.to(at::kFloat).contiguous(), bias.defined() ? bias.to(at::kFloat) : bias);
+    ctx->save_for_backward({sums, weight, bias, rstds, means});
+    ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
+    ctx->saved_data["two"] = b.has_value();
+    return {sums, normed};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &rstds = saved[3], &means = saved[4];
+    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
+    const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
+    const Tensor of_sums = grads[0].contiguous(), g = grads[1].contiguous();
+    const bool has_weight = weight.requires_grad(), has_bias = bias.defined() && bias.requires_grad();
+    if (has_weight || has_bias) {
+      const auto [of_weight, of_bias] = gpu::norm_weight_gradient(options, g, x, means, rstds, has_bias);
+      if (has_weight) grad_of(weight).add_(of_weight);
+      if (has_bias) grad_of(bias).add_(of_bias);
+    }
+    const auto [of_x, of_branch] =
+        gpu::norm_gradient(options, g, of_sums, x, weight.to(at::kFloat).contiguous(), means, rstds, true);
+    return {of_x, of_branch, ctx->saved_data["two"].toBool() ? of_branch : Tensor(), {}, {}, {}, {}, {}};
   }
 };
 
@@ -941,6 +979,23 @@ struct Gated : torch::autograd::Function<Gated> {
     const auto [of_gate, of_up] =
         gpu::gated_gradient(saved[0], saved[1], grads[0].contiguous(), ctx->saved_data["activation"].toInt());
     return {of_gate, of_up, {}};
+  }
+};
+
+// The same where gate and up are the halves of each row: without copies of them, and with one gradient.
+struct GatedHalves : torch::autograd::Function<GatedHalves> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& both, int64_t activation) {
+    TORCH_CHECK(gpu::takes(both), "gated: no kernels are loaded for ", both.device());
+    const Tensor used = both.contiguous();
+    ctx->save_for_backward({used});
+    ctx->saved_data["activation"] = activation;
+    return gpu::gated_halves(used, activation);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    return {gpu::gated_halves_gradient(saved[0], grads[0].contiguous(), ctx->saved_data["activation"].toInt()), {}};
   }
 };
 
@@ -1169,6 +1224,33 @@ char* tch_ext_attention_of_step(Tensor** out, const Tensor* q, const Tensor* key
 // activation(gate) * up, by a kernel of a GPU; `up` may be null.
 char* tch_ext_gated(Tensor** out, const Tensor* gate, const Tensor* up, int64_t activation) {
   return guard([&] { *out = new Tensor(Gated::apply(*gate, maybe(up), activation)); });
+}
+
+// The same for [rows, 2 * width], of which each row has the gate, then up.
+char* tch_ext_gated_halves(Tensor** out, const Tensor* both, int64_t activation) {
+  return guard([&] { *out = new Tensor(GatedHalves::apply(*both, activation)); });
+}
+
+// x + a + b and its norm in the dtype of the branches, by a kernel of a GPU; `b` and `bias` may be null.
+char* tch_ext_sum_norm(Tensor** sum, Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b, const Tensor* weight,
+                       const Tensor* bias, double eps, bool center, double offset) {
+  return guard([&] {
+    const variable_list found = SumNorm::apply(*x, *a, maybe(b), *weight, maybe(bias), eps, center, offset);
+    *sum = new Tensor(found[0]);
+    *out = new Tensor(found[1]);
+  });
+}
+
+// Rotates the queries of one new token per row, and writes its rotated keys and its values to their places in a cache, by a kernel of a
+// GPU; `cos` and `sin` may be null. Not differentiable.
+char* tch_ext_rotate_cached(Tensor** out, const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* cos, const Tensor* sin,
+                            const Tensor* places, Tensor* keys, Tensor* values) {
+  return guard([&] {
+    at::NoGradGuard no_grad;
+    TORCH_CHECK(gpu::takes(*q), "rotary positions of a step on ", q->device(), ": no kernels are loaded for it");
+    *out = new Tensor(gpu::rotate_cached({*q, *k, *v}, value_of(cos), value_of(sin), *places, *keys, *values));
+    for (Tensor* cache : {keys, values}) cache->unsafeGetTensorImpl()->bump_version();
+  });
 }
 
 // Returns true if large f32 products are oneDNN's.

@@ -7,9 +7,9 @@
 mod cache;
 mod check;
 
-pub use check::check_gpu_kernels;
+pub use check::{check_gpu_kernels, check_gpu_kernels_in};
 
-use crate::ops::{expect, new_tensor};
+use crate::ops::{Norm, expect, new_tensor};
 use crate::{into_result, is_cuda_loaded};
 use cache::{Key, cached};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -26,7 +26,8 @@ unsafe extern "C" {
     fn tch_ext_gpu_compile(
         source: *const c_char,
         name: *const c_char,
-        arch: c_int,
+        options: *const *const c_char,
+        count: c_int,
         binary: *mut *mut c_char,
         size: *mut usize,
     ) -> *mut c_char;
@@ -34,7 +35,8 @@ unsafe extern "C" {
     fn tch_ext_gpu_load(source: *const c_char, binary: *const c_void, device: c_int) -> *mut c_char;
     fn tch_ext_gpu_use(devices: u64) -> *mut c_char;
     fn tch_ext_gpu_has(device: c_int) -> bool;
-    fn tch_ext_gpu_emulate(on: bool);
+    fn tch_ext_gpu_emulate(order: c_int);
+    fn tch_ext_gpu_limit_blocks(most: i64);
     fn tch_ext_gpu_is_emulated() -> bool;
     fn tch_ext_gpu_launches(index: usize) -> i64;
     fn tch_ext_gpu_grid(count: i64, per_block: i64, blocks: *mut u32, threads: *mut u32);
@@ -43,6 +45,30 @@ unsafe extern "C" {
         gate: *const C_tensor,
         up: *const C_tensor,
         activation: i64,
+    ) -> *mut c_char;
+    fn tch_ext_gated_halves(out: *mut *mut C_tensor, both: *const C_tensor, activation: i64) -> *mut c_char;
+    fn tch_ext_sum_norm(
+        sum: *mut *mut C_tensor,
+        out: *mut *mut C_tensor,
+        x: *const C_tensor,
+        a: *const C_tensor,
+        b: *const C_tensor,
+        weight: *const C_tensor,
+        bias: *const C_tensor,
+        eps: f64,
+        center: bool,
+        offset: f64,
+    ) -> *mut c_char;
+    fn tch_ext_rotate_cached(
+        out: *mut *mut C_tensor,
+        q: *const C_tensor,
+        k: *const C_tensor,
+        v: *const C_tensor,
+        cos: *const C_tensor,
+        sin: *const C_tensor,
+        places: *const C_tensor,
+        keys: *mut C_tensor,
+        values: *mut C_tensor,
     ) -> *mut c_char;
     fn tch_ext_attention_of_step(
         out: *mut *mut C_tensor,
@@ -68,15 +94,19 @@ unsafe extern "C" {
 const COMMON: &str = include_str!("../csrc/gpu/device.cuh");
 
 /// The sources by name.
-const SOURCES: [(&str, &str); 7] = [
+const SOURCES: [(&str, &str); 8] = [
     ("logits", include_str!("../csrc/gpu/logits.cu")),
     ("sample", include_str!("../csrc/gpu/sample.cu")),
     ("rotary", include_str!("../csrc/gpu/rotary.cu")),
     ("norm", include_str!("../csrc/gpu/norm.cu")),
     ("gated", include_str!("../csrc/gpu/gated.cu")),
     ("attend", include_str!("../csrc/gpu/attend.cu")),
+    ("quantized", include_str!("../csrc/gpu/quantized.cu")),
     ("adam", include_str!("../csrc/gpu/adam.cu")),
 ];
+
+/// Options of the compiler, beside the architecture.
+const OPTIONS: [&str; 2] = ["--std=c++17", "--diag-suppress=177"];
 
 /// The architecture that the kernels were loaded for, and a bit for each GPU that uses them.
 static IN_USE: Mutex<Option<(c_int, u64)>> = Mutex::new(None);
@@ -142,23 +172,28 @@ fn load(
     (nvrtc, arch, device): (c_int, c_int, c_int),
     folder: Option<&Path>,
 ) -> Result<(), String> {
-    let key = Key::new(name, source, &format!("sm_{arch}, NVRTC {nvrtc}"));
+    let options = [&format!("--gpu-architecture=sm_{arch}"), OPTIONS[0], OPTIONS[1]];
+    let key = Key::new(name, source, &format!("NVRTC {nvrtc} {}", options.join(" ")));
     let loaded = |binary: &[u8]| {
         let name = CString::new(name).map_err(|e| e.to_string())?;
         // SAFETY: the name ends with a zero, and the binary is whole: NVRTC made it, and it was stored with its length and a checksum.
         into_result(unsafe { tch_ext_gpu_load(name.as_ptr(), binary.as_ptr().cast(), device) })
     };
-    cached(folder, &key, || compile(name, source, arch), loaded)
+    cached(folder, &key, || compile(name, source, &options), loaded)
 }
 
 /// Compiles a source by NVRTC.
-fn compile(name: &str, source: &str, arch: c_int) -> Result<Vec<u8>, String> {
+fn compile(name: &str, source: &str, options: &[&str]) -> Result<Vec<u8>, String> {
     let c_text = |text: &str| CString::new(text).map_err(|e| e.to_string());
     let (text, file) = (c_text(source)?, c_text(&format!("{name}.cu"))?);
-    let (mut binary, mut size) = (null_mut(), 0);
+    let options: Vec<CString> = options.iter().map(|option| c_text(option)).collect::<Result<_, _>>()?;
+    let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+    let (count, mut binary, mut size) = (options.len() as c_int, null_mut(), 0);
     // SAFETY: all pointers live until the call returns.
-    into_result(unsafe { tch_ext_gpu_compile(text.as_ptr(), file.as_ptr(), arch, &raw mut binary, &raw mut size) })
-        .map_err(|message| format!("{name}.cu: {message}"))?;
+    into_result(unsafe {
+        tch_ext_gpu_compile(text.as_ptr(), file.as_ptr(), options.as_ptr(), count, &raw mut binary, &raw mut size)
+    })
+    .map_err(|message| format!("{name}.cu: {message}"))?;
     // SAFETY: without a message, `binary` has `size` bytes, which this function owns, and is freed once.
     Ok(unsafe {
         let bytes = std::slice::from_raw_parts(binary.cast::<u8>(), size).to_vec();
@@ -167,11 +202,38 @@ fn compile(name: &str, source: &str, arch: c_int) -> Result<Vec<u8>, String> {
     })
 }
 
+/// Order in which the processor runs the threads of a block from one barrier to the next, where it emulates kernels. Their numbers do not
+/// depend on it, unless a barrier is missing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThreadOrder {
+    /// Upwards, then downwards, in turn.
+    UpAndDown = 1,
+    /// Downwards.
+    Down = 2,
+    /// Another one each time.
+    Shuffled = 3,
+}
+
 /// Lets the processor run the sources of the GPU's kernels on tensors in the host's memory, slowly, or ends this. For tests, of which one
 /// at a time may do so.
 pub fn emulate_gpu_kernels(on: bool) {
-    // SAFETY: takes a flag.
-    unsafe { tch_ext_gpu_emulate(on) }
+    emulate(on.then_some(ThreadOrder::UpAndDown));
+}
+
+fn emulate(order: Option<ThreadOrder>) {
+    // SAFETY: takes the number of an order, or 0.
+    unsafe { tch_ext_gpu_emulate(order.map_or(0, |order| order as c_int)) }
+}
+
+/// Lets at most so many blocks do the work that is divided over blocks; 0: as many as are good.
+fn limit_blocks(most: i64) {
+    // SAFETY: takes a number.
+    unsafe { tch_ext_gpu_limit_blocks(most) }
+}
+
+/// Whether kernels are loaded for a GPU, which then computes by them.
+pub fn gpu_kernels_are_loaded() -> bool {
+    IN_USE.lock().unwrap_or_else(std::sync::PoisonError::into_inner).is_some_and(|(_, devices)| devices != 0)
 }
 
 /// A kernel of [`use_gpu_kernels`].
@@ -226,6 +288,76 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: GatedActivation) ->
     let up = up.map_or(null(), Tensor::as_ptr);
     // SAFETY: as in `linear`.
     new_tensor(|out| unsafe { tch_ext_gated(out, gate.as_ptr(), up, activation as i64) })
+}
+
+/// [`gated`] where the halves of each row of `both` `[rows, 2 * width]` are gate and up; returns `[rows, width]`. Differentiable.
+///
+/// # Panics
+/// If there is no kernel ([`has_gpu_kernels`]), or the shape is another.
+pub fn gated_halves(both: &Tensor, activation: GatedActivation) -> Tensor {
+    // SAFETY: as in `linear`.
+    new_tensor(|out| unsafe { tch_ext_gated_halves(out, both.as_ptr(), activation as i64) })
+}
+
+/// Adds one or two branches `[rows, width]` of one dtype to the residual stream `x`, f32, and normalizes the sum: returns the sum, f32, and its
+/// norm in the dtype of the branches, as [`crate::residual`] and [`crate::norm`] do. Differentiable in all.
+///
+/// # Panics
+/// If there is no kernel ([`has_gpu_kernels`]), or shapes, dtypes or devices are incompatible.
+pub fn sum_norm(
+    norm: Norm,
+    x: &Tensor,
+    (a, b): (&Tensor, Option<&Tensor>),
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> (Tensor, Tensor) {
+    let (mut sum, mut out) = (null_mut(), null_mut());
+    let pointer = |x: Option<&Tensor>| x.map_or(null(), Tensor::as_ptr);
+    // SAFETY: borrowed tensors; the shim checks dtypes and widths, and sets both pointers unless it returns a message.
+    expect(into_result(unsafe {
+        tch_ext_sum_norm(
+            &raw mut sum,
+            &raw mut out,
+            x.as_ptr(),
+            a.as_ptr(),
+            pointer(b),
+            weight.as_ptr(),
+            pointer(bias),
+            norm.eps,
+            norm.center,
+            norm.offset,
+        )
+    }));
+    // SAFETY: each pointer is to a new tensor that the caller owns.
+    unsafe { (Tensor::from_ptr(sum), Tensor::from_ptr(out)) }
+}
+
+/// The caches and places of the new token of each row.
+#[derive(Debug)]
+pub struct CachePlaces<'a> {
+    /// `[rows * capacity, kv_heads * head_dim]`.
+    pub keys: &'a mut Tensor,
+    /// Likewise.
+    pub values: &'a mut Tensor,
+    /// The row of both caches that each new token takes, `[rows]` i64.
+    pub places: &'a Tensor,
+}
+
+/// Rotates queries `[rows, heads, head_dim]` and keys `[rows, kv_heads, head_dim]` of one new token per row, writes the rotated keys and the
+/// values to their places in a cache, and returns the rotated queries: [`crate::rotate`] and two copies. Without angles
+/// nothing is rotated. Not differentiable.
+///
+/// # Panics
+/// If there is no kernel ([`has_gpu_kernels`]), dtypes differ, a dimension of a head does not follow the one before it in memory, or shapes
+/// or devices are incompatible.
+pub fn rotate_cached([q, k, v]: [&Tensor; 3], angles: Option<&(Tensor, Tensor)>, cache: CachePlaces<'_>) -> Tensor {
+    let (cos, sin) = angles.map_or((null(), null()), |(cos, sin)| (cos.as_ptr(), sin.as_ptr()));
+    let CachePlaces { keys, values, places } = cache;
+    let (keys, values) = (keys.as_mut_ptr(), values.as_mut_ptr());
+    // SAFETY: the caches are borrowed mutably, the others are read; the shim checks their shapes. `places` are those of the cache's own rows.
+    new_tensor(|out| unsafe {
+        tch_ext_rotate_cached(out, q.as_ptr(), k.as_ptr(), v.as_ptr(), cos, sin, places.as_ptr(), keys, values)
+    })
 }
 
 /// The keys and values of rows that are decoded, on a GPU.
@@ -289,7 +421,7 @@ mod tests {
     #[test]
     fn every_kernel_has_a_source_that_is_there_and_every_source_has_its_kernels() {
         let kernels = gpu_kernels();
-        assert_eq!(kernels.len(), 42);
+        assert_eq!(kernels.len(), 52);
         for GpuKernel { source, name, .. } in &kernels {
             let text = SOURCES.iter().find(|(of, _)| of == source);
             // Its name, or the part before the dtype that a macro appends.
@@ -307,6 +439,24 @@ mod tests {
         assert_eq!([1024, 1025].map(|count| gpu_grid(count, 1024)[0]), [1, 2]);
         // More than CUDA's 2^31 - 1 blocks would be needed: 2^20 go on from there.
         assert_eq!(gpu_grid(1 << 45, 256), [1 << 20, 256]);
+    }
+
+    #[test]
+    fn the_emulation_finds_missing_barriers_and_packs_between_multiples_of_their_size_in_every_order() {
+        unsafe extern "C" {
+            fn tch_ext_gpu_mistake(which: c_int, order: c_int, out: *mut c_int) -> *mut c_char;
+        }
+        for order in [ThreadOrder::UpAndDown, ThreadOrder::Down, ThreadOrder::Shuffled] {
+            let mut out = vec![0; 64];
+            // SAFETY: there are three such kernels, and each writes at most 64 numbers.
+            let mut run = |which| into_result(unsafe { tch_ext_gpu_mistake(which, order as c_int, out.as_mut_ptr()) });
+            let found = [1, 2].map(|which| run(which).unwrap_err());
+            assert!(found[0].contains("a pack of 16 bytes lies between multiples of them"), "{}", found[0]);
+            assert!(found[1].contains("have passed other numbers of barriers"), "{}", found[1]);
+            run(0).unwrap();
+            // The memory of a block begins with ones in all bits.
+            assert!(out.contains(&-1), "{order:?}: {out:?}");
+        }
     }
 
     #[test]

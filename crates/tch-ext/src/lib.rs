@@ -10,8 +10,9 @@ mod ops;
 mod optim;
 
 pub use gpu::{
-    CachedRows, GatedActivation, GpuKernel, attention_of_step, check_gpu_kernels, emulate_gpu_kernels, gated, gpu_grid,
-    gpu_kernels, has_gpu_kernels, logits_sample_on_device, takes_attention_of_step, use_gpu_kernels,
+    CachePlaces, CachedRows, GatedActivation, GpuKernel, ThreadOrder, attention_of_step, check_gpu_kernels,
+    check_gpu_kernels_in, emulate_gpu_kernels, gated, gated_halves, gpu_grid, gpu_kernels, gpu_kernels_are_loaded,
+    has_gpu_kernels, logits_sample_on_device, rotate_cached, sum_norm, takes_attention_of_step, use_gpu_kernels,
 };
 pub use graph::{Graph, graphs_error, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
@@ -127,7 +128,7 @@ pub fn load_cuda() -> Result<(), String> {
 }
 
 /// Whether [`load_cuda`] has succeeded.
-pub(crate) fn is_cuda_loaded() -> bool {
+pub fn is_cuda_loaded() -> bool {
     LOADED_CUDA.get() == Some(&Ok(()))
 }
 

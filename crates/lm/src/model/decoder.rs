@@ -116,6 +116,10 @@ struct Pass<'a> {
     keys: HashMap<usize, (Tensor, Tensor)>,
     memory: Option<Memory>,
     dropout: Option<&'a Dropout>,
+    /// Whether the layers have one graph, and their parameters are all there: the end of a layer may compute the beginning of the next.
+    joins_layers: bool,
+    /// The input of the next layer's attention, if the layer before it has computed it.
+    normed: Option<Tensor>,
 }
 
 /// The encoder's hidden states `[N, hidden size]` f32, which a decoder attends to.
@@ -315,10 +319,24 @@ impl Decoder {
         self.layers.iter_mut().flat_map(Layer::stacks_mut)
     }
 
-    /// Frees the copies of weights in the dtype of products.
+    /// Frees the copies of weights in the dtype of products, and those of norms in f32.
     pub(crate) fn drop_copies(&self) {
         self.linears().for_each(Linear::drop_copies);
         self.layers.iter().flat_map(Layer::stacks).for_each(Stack::drop_copies);
+        self.norms().for_each(Norm::drop_factors);
+    }
+
+    /// All norms of the stacks.
+    fn norms(&self) -> impl Iterator<Item = &Norm> {
+        let layers = self.stacks().flat_map(|stack| &stack.layers);
+        self.stacks().flat_map(Self::root_norms).chain(layers.flat_map(Layer::norms))
+    }
+
+    /// The norms of this stack outside of its layers.
+    fn root_norms(&self) -> impl Iterator<Item = &Norm> {
+        let relative = self.relative.iter().filter_map(|relative| relative.norm.as_ref());
+        let inputs = self.layer_inputs.iter().map(|inputs| &inputs.norm);
+        self.embed_norm.iter().chain(&self.final_norm).chain(relative).chain(inputs)
     }
 
     /// Gathers layer `i`, if its parameters are divided over ranks.
@@ -369,6 +387,7 @@ impl Decoder {
         let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
         let bias = (!self.bias_table.as_ref().is_some_and(in_blocks)).then(|| self.bias(layout, 0, layout.width));
         (pass.bias, pass.memory) = (bias.flatten(), memory);
+        pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
             ends.check()?;
             let _whole = self.whole_layer(i)?;
@@ -385,6 +404,7 @@ impl Decoder {
         let mut pass = self.pass(&positions, Attention::Step(cache), None);
         pass.inputs = self.inputs(tokens, &x, None);
         pass.bias = distances.and_then(|distances| self.bias_at(&distances));
+        pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
             x = self.layer(i, &x, &mut pass, None);
@@ -606,7 +626,8 @@ impl Decoder {
         let rotations = self.rotations(positions, &attention);
         let query_factors = self.query_factors(positions, &attention);
         let (bias, inputs, keys, memory) = (None, None, HashMap::new(), None);
-        Pass { attention, rotations, query_factors, bias, inputs, keys, memory, dropout }
+        let (joins_layers, normed) = (false, None);
+        Pass { attention, rotations, query_factors, bias, inputs, keys, memory, dropout, joins_layers, normed }
     }
 
     /// The inputs of each layer beside its hidden states, of `tokens` with the embeddings `x`.
@@ -668,7 +689,7 @@ impl Decoder {
     /// The residual stream after attention and MLP of layer `i`.
     fn after_mlp(&self, i: usize, x: &Tensor, pass: &mut Pass<'_>, rows: Option<&Tensor>) -> Tensor {
         let layer = &self.layers[i];
-        let (compute, dropout) = (self.compute, pass.dropout);
+        let (compute, dropout, input) = (self.compute, pass.dropout, pass.normed.take());
         // After the last layer's attention only the selected rows are computed. With dropout all rows are, so that its draws do
         // not depend on the selection.
         let rows = rows.filter(|_| i + 1 == self.layers.len() && dropout.is_none());
@@ -707,13 +728,32 @@ impl Decoder {
                 add(&x, &normed(after_mlp, &fed), None)
             }
             (Order::Pre | Order::Sandwich, _) => {
-                let attended = self.branch(attend(&layer.input(x, compute)));
-                let x = add(&select(x), &attended, None);
-                let x = self.attend_to_encoder(i, x, pass, late);
-                let fed = self.branch(layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout));
-                add(&x, &fed, None)
+                let input = input.unwrap_or_else(|| layer.input(x, compute));
+                let attended = self.branch(attend(&input));
+                let (x, normed) = if layer.cross.is_some() {
+                    let x = self.attend_to_encoder(i, add(&select(x), &attended, None), pass, late);
+                    let normed = layer.mlp_norm.forward(&x, compute);
+                    (x, normed)
+                } else {
+                    add_and_normalize(&select(x), &attended, &layer.mlp_norm, compute)
+                };
+                let fed = self.branch(layer.mlp.forward(&normed, dropout));
+                self.add_mlp(i, &x, &fed, pass)
             }
         }
+    }
+
+    /// The residual stream `x` with the result of layer `i`'s MLP; and for the next layer the norm that it begins with, where one kernel
+    /// computes both.
+    fn add_mlp(&self, i: usize, x: &Tensor, fed: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let layer = &self.layers[i];
+        // Nothing else may change the stream before the next layer reads it.
+        let is_whole = layer.input_branch.is_none() && layer.scalar.is_none();
+        let next = self.layers.get(i + 1).filter(|_| pass.joins_layers && is_whole);
+        let joined = next.and_then(|next| next.input_norm.as_ref()?.of_sum_by_kernel(x, fed, self.compute));
+        let Some((sum, normed)) = joined else { return add(x, fed, None) };
+        pass.normed = Some(normed);
+        sum
     }
 
     /// The result of attention or MLP as it is added to the residual stream.
@@ -879,8 +919,15 @@ impl Decoder {
         let c = &self.shape;
         let (heads, kv_heads, head_dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
         let angles = self.shape.layer_ropes[index].map(|rope| &pass.rotations[rope]);
+        // A kernel rotates the heads of a decoding step, and stores its keys and values.
+        let is_stored = pass.bias.is_none()
+            && match &pass.attention {
+                Attention::Step(cache) => cache.attends_by_kernel(index, &layer.scores, heads, self.compute),
+                Attention::Sequences(..) | Attention::Appended(_) => false,
+            };
         // Queries and keys of each head lie side by side.
-        let together = matches!(c.family.names.qkv, Qkv::FusedByHead(_)) && rotates_at_once(projections[0].device());
+        let together =
+            matches!(c.family.names.qkv, Qkv::FusedByHead(_)) && rotates_at_once(projections[0].device()) && !is_stored;
         let [q, k, v] = match (projections, c.family.names.qkv) {
             ([fused], Qkv::FusedByHead(_)) => {
                 let all = fused.view([-1, heads, 3, head_dim]);
@@ -899,6 +946,10 @@ impl Decoder {
             [q_norm, k_norm] => (q_norm.forward_heads(&q, self.compute), k_norm.forward_heads(&k, self.compute)),
             _ => (q, k),
         };
+        if let (Attention::Step(cache), true) = (&mut pass.attention, is_stored) {
+            let qkv = [&q, &k, &v].map(|x| x.to_kind(self.compute));
+            return cache.attend_step_rotating(index, &layer.scores, qkv.each_ref(), angles);
+        }
         let (q, k) = match angles.filter(|_| !together) {
             None => (q, k),
             Some(angles) => (rotate(&q, angles, self.compute), rotate(&k, angles, self.compute)),
@@ -949,6 +1000,7 @@ impl Drop for WholeLayer<'_> {
             let layer = &self.decoder.layers[self.i];
             layer.linears().for_each(Linear::drop_copies);
             layer.stacks().for_each(Stack::drop_copies);
+            layer.norms().for_each(Norm::drop_factors);
         }
     }
 }
@@ -979,6 +1031,16 @@ impl Layer {
 
     fn has_experts(&self) -> bool {
         self.mlp.has_experts() || self.beside.is_some()
+    }
+
+    fn norms(&self) -> impl Iterator<Item = &Norm> {
+        let own = self.input_norm.iter().chain(&self.qk_norm).chain([&self.mlp_norm]);
+        let output = self.output_norms.iter().flatten();
+        let beside = self.beside.iter().flat_map(|experts| &experts.norms);
+        let cross = self.cross.iter().map(|cross| &cross.norm);
+        let branch = self.input_branch.iter().map(|branch| &branch.norm);
+        let mixer = self.mixer.iter().filter_map(Mixer::norm);
+        own.chain(output).chain(beside).chain(cross).chain(branch).chain(mixer)
     }
 
     /// The weights of stacked experts.
@@ -1172,6 +1234,15 @@ fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
         Some(b) => x + a + b,
         None => x + a,
     }
+}
+
+/// The residual stream `x` with a branch added, and its norm in `kind`.
+fn add_and_normalize(x: &Tensor, branch: &Tensor, norm: &Norm, kind: Kind) -> (Tensor, Tensor) {
+    norm.of_sum_by_kernel(x, branch, kind).unwrap_or_else(|| {
+        let sum = add(x, branch, None);
+        let normed = norm.forward(&sum, kind);
+        (sum, normed)
+    })
 }
 
 fn three(parts: Vec<Tensor>) -> [Tensor; 3] {

@@ -4,9 +4,10 @@ use super::layout::{Layout, Scores, mask_of};
 use super::state::{AppendedRows, State, StateShape, States};
 use rlhf_base::{Error, Result};
 use tch::{Device, Kind, Tensor};
-use tch_ext::{CachedRows, Graph, on_device};
+use tch_ext::{CachePlaces, CachedRows, Graph, on_device};
 
-/// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps.
+/// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps. Where kernels compute
+/// the attention of all layers, to which positions without a token cost nothing, it is the capacity, and one graph serves all.
 const POSITIONS_ON_GPU: i64 = 64;
 
 /// A graph is not recorded for fewer steps than this: recording takes about as long as computing a step or two.
@@ -55,6 +56,8 @@ pub struct KvCache {
     source: Option<SourceCache>,
     /// A step attends to a multiple of so many positions; 1 but on a GPU.
     multiple: i64,
+    /// Whether kernels of a GPU have computed the attention of all layers so far; `None` before the first.
+    attends_by_kernels: Option<bool>,
     /// The step that was computed or recorded last ([`KvCache::decode`]), until the rows change.
     last_step: Option<LastStep>,
 }
@@ -178,15 +181,6 @@ impl Step {
     }
 }
 
-/// Whether a kernel of a GPU computes the attention of a step with these scores, to a cache of so many heads of this width.
-fn kernel_attends(scores: &Scores, queries: &Tensor, keys: &Tensor, [kv_heads, head_dim]: [i64; 2]) -> bool {
-    scores.softcap.is_none()
-        && scores.sinks.is_none()
-        && queries.kind() == keys.kind()
-        && tch_ext::has_gpu_kernels(keys.kind(), keys.device())
-        && tch_ext::takes_attention_of_step(queries.size()[1], kv_heads, head_dim)
-}
-
 /// The multiple of positions that a step on `device` attends to.
 fn multiple_on(device: Device) -> i64 {
     if device.is_cuda() { POSITIONS_ON_GPU } else { 1 }
@@ -228,7 +222,7 @@ impl KvCache {
         let states = States::new(states, rows, options)?;
         let (lens, device) = (vec![0; rows as usize], options.1);
         let (filled, places, step, history, source) = (None, None, None, None, None);
-        let (multiple, last_step) = (multiple_on(device), None);
+        let (multiple, attends_by_kernels, last_step) = (multiple_on(device), None, None);
         Ok(Self {
             layers,
             states,
@@ -244,6 +238,7 @@ impl KvCache {
             history,
             source,
             multiple,
+            attends_by_kernels,
             last_step,
         })
     }
@@ -330,7 +325,9 @@ impl KvCache {
             let places: Vec<i64> = rows.flat_map(|(len, first)| first..first + len).collect();
             on_device(&places, self.device)
         });
-        self.write(layer, &places, keys, values);
+        // Padding follows the tokens.
+        let count = places.size()[0];
+        self.write(layer, &places, &keys.narrow(0, 0, count), &values.narrow(0, 0, count));
         self.places = Some(places);
     }
 
@@ -492,6 +489,7 @@ impl KvCache {
         let (Device::Cuda(device), true) = (self.device, records) else {
             let logits = step(tokens, self);
             self.states.release();
+            self.attend_at_capacity();
             return logits;
         };
         let width = self.width(self.longest() + 1);
@@ -510,7 +508,9 @@ impl KvCache {
         }
         let logits = step(tokens, self)?;
         self.states.release();
-        self.last_step = Some(LastStep { width, logits: (logits.size(), logits.kind()), graph: None });
+        self.attend_at_capacity();
+        self.last_step =
+            Some(LastStep { width: self.width(self.longest()), logits: (logits.size(), logits.kind()), graph: None });
         Ok(logits)
     }
 
@@ -529,6 +529,13 @@ impl KvCache {
         }
     }
 
+    /// Lets the next steps attend to all positions, if kernels have computed the attention of this one.
+    fn attend_at_capacity(&mut self) {
+        if self.attends_by_kernels == Some(true) {
+            self.multiple = self.capacity.max(1);
+        }
+    }
+
     fn new_step(&self) -> Step {
         let filled = self.filled.as_ref().expect("a step has begun");
         let rows = Tensor::arange(self.lens.len() as i64, (Kind::Int64, self.device));
@@ -538,6 +545,34 @@ impl KvCache {
             width: self.width(self.longest()),
             masks: Vec::new(),
         }
+    }
+
+    /// Whether a kernel of a GPU computes the attention of a step with these scores, of so many query heads in this dtype.
+    pub(super) fn attends_by_kernel(&self, layer: usize, scores: &Scores, heads: i64, kind: Kind) -> bool {
+        let layer = self.of_layers[layer];
+        let (keys, [kv_heads, head_dim]) = (&self.layers[layer].0, self.heads[layer]);
+        scores.softcap.is_none()
+            && scores.sinks.is_none()
+            && kind == keys.kind()
+            && tch_ext::has_gpu_kernels(kind, keys.device())
+            && tch_ext::takes_attention_of_step(heads, kv_heads, head_dim)
+    }
+
+    /// [`KvCache::attend_step`] where [`KvCache::attends_by_kernel`], from heads that are not rotated yet: queries, keys and values
+    /// `[rows, heads, head_dim]` in the dtype of the cache. One kernel rotates and stores them.
+    pub fn attend_step_rotating(
+        &mut self,
+        layer: usize,
+        scores: &Scores,
+        qkv: [&Tensor; 3],
+        angles: Option<&(Tensor, Tensor)>,
+    ) -> Tensor {
+        let step = self.step.take().unwrap_or_else(|| self.new_step());
+        let (keys, values) = &mut self.layers[self.of_layers[layer]];
+        let cache = CachePlaces { keys, values, places: &step.places };
+        let queries = tch_ext::rotate_cached(qkv, angles, cache);
+        self.step = Some(step);
+        self.attend_step(layer, scores, &queries, None, None)
     }
 
     /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `own`: its key
@@ -556,13 +591,14 @@ impl KvCache {
         if let Some((keys, values)) = own {
             self.write(layer, &step.places, keys, values);
         }
+        let by_kernel = bias.is_none() && self.attends_by_kernel(layer, scores, queries.size()[1], queries.kind());
+        self.attends_by_kernels = Some(by_kernel && self.attends_by_kernels != Some(false));
         let layer = self.of_layers[layer];
         let [kv_heads, head_dim] = self.heads[layer];
         let rows = self.lens.len() as i64;
-        let (all_keys, all_values) = &self.layers[layer];
-        if bias.is_none() && kernel_attends(scores, queries, all_keys, [kv_heads, head_dim]) {
+        if by_kernel {
             let lengths = step.lens.view([-1]);
-            let (keys, values, capacity, longest) = (all_keys, all_values, self.capacity, step.width);
+            let ((keys, values), capacity, longest) = (&self.layers[layer], self.capacity, step.width);
             let cached = CachedRows { keys, values, lengths: &lengths, capacity, longest };
             self.step = Some(step);
             return tch_ext::attention_of_step(queries, cached, scores.window, scores.scale).flatten(1, 2);
@@ -754,6 +790,24 @@ mod tests {
     fn a_cache_on_a_gpu_has_whole_multiples_of_positions() {
         let of = |capacity| [Device::Cpu, Device::Cuda(1)].map(|device| positions_for(capacity, device));
         assert_eq!([1, 64, 65].map(of), [[1, 64], [64, 64], [65, 128]]);
+    }
+
+    #[test]
+    fn one_recording_serves_all_steps_where_kernels_compute_the_attention_of_all_layers() {
+        let heads = [CachedHeads { kv_heads: 2, head_dim: 8, keys_of: None }; 2];
+        let options = (Kind::Float, Device::Cpu);
+        let widths = |by_kernels| {
+            let mut cache = KvCache::new(&heads, &[None, None], 1, 200, options).unwrap();
+            (cache.multiple, cache.attends_by_kernels) = (64, by_kernels);
+            cache.attend_at_capacity();
+            [1, 65, 200].map(|longest| cache.width(longest))
+        };
+        // Before a step, and where a layer's attention is libtorch's.
+        assert_eq!([None, Some(false)].map(widths), [[64, 128, 200]; 2]);
+        assert_eq!(widths(Some(true)), [200; 3]);
+        // From the second step on they are replays, but for the last few, for which nothing is recorded.
+        assert_eq!(NextStep::after(Some((200, false)), 200, 200 - 65), NextStep::Record);
+        assert_eq!(NextStep::after(Some((200, true)), 200, 1), NextStep::Replay);
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub(super) fn rows_of(table: &Tensor, ids: &Tensor) -> Tensor {
 pub(super) struct AllInputs {
     table: Tensor,
     pub(super) projection: Linear,
-    norm: Norm,
+    pub(super) norm: Norm,
     layers: i64,
     width: i64,
     hidden_size: i64,
@@ -35,7 +35,7 @@ pub(super) struct AllInputs {
 pub(super) struct InputBranch {
     gate: Linear,
     out: Linear,
-    norm: Norm,
+    pub(super) norm: Norm,
     activation: Activation,
 }
 

@@ -429,18 +429,13 @@ impl Norm {
 
     /// Normalizes `x`, which is f32; returns `kind`.
     pub(crate) fn forward(&self, x: &Tensor, kind: Kind) -> Tensor {
-        let center = self.kind == NormKind::Layer;
-        let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
-        let norm = tch_ext::Norm { eps: self.eps, center, offset };
+        let norm = self.options();
         if uses_kernels(kind, x.device()) {
             return tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind);
         }
         if tch_ext::has_gpu_kernels(kind, x.device()) {
-            return if self.weight.requires_grad() {
-                tch_ext::norm(norm, x, &self.weight, self.bias.as_ref(), kind)
-            } else {
-                tch_ext::norm(tch_ext::Norm { offset: 0.0, ..norm }, x, &self.factors(), self.bias.as_ref(), kind)
-            };
+            let (norm, weight) = self.used(norm);
+            return tch_ext::norm(norm, x, &weight, self.bias.as_ref(), kind);
         }
         let shape = self.weight.size();
         let factors = self.factors();
@@ -452,6 +447,34 @@ impl Norm {
             NormKind::Rms | NormKind::RmsPlusOne => x.rms_norm(shape, Some(&factors), self.eps),
         };
         normed.to_kind(kind)
+    }
+
+    /// The residual stream `x`, f32, with a branch added, and its norm in `kind`, by one kernel of a GPU; `None` where there is none.
+    pub(crate) fn of_sum_by_kernel(&self, x: &Tensor, branch: &Tensor, kind: Kind) -> Option<(Tensor, Tensor)> {
+        if branch.kind() != kind || x.kind() != Kind::Float || !tch_ext::has_gpu_kernels(kind, x.device()) {
+            return None;
+        }
+        let (norm, weight) = self.used(self.options());
+        Some(tch_ext::sum_norm(norm, x, (branch, None), &weight, self.bias.as_ref()))
+    }
+
+    fn options(&self) -> tch_ext::Norm {
+        let offset = f64::from(u8::from(self.kind == NormKind::RmsPlusOne));
+        tch_ext::Norm { eps: self.eps, center: self.kind == NormKind::Layer, offset }
+    }
+
+    /// The norm and its weight as a kernel of a GPU takes them: the weight itself where it is trained, else the factors that are kept.
+    fn used(&self, norm: tch_ext::Norm) -> (tch_ext::Norm, Tensor) {
+        if self.weight.requires_grad() {
+            (norm, self.weight.shallow_clone())
+        } else {
+            (tch_ext::Norm { offset: 0.0, ..norm }, self.factors())
+        }
+    }
+
+    /// Frees the factors that are kept; the next use makes them again.
+    pub(crate) fn drop_factors(&self) {
+        drop(self.factors.take());
     }
 
     /// The factors of the normalized numbers, in f32. Those of a frozen norm are kept: to convert them takes a GPU a launch per norm and
@@ -496,6 +519,9 @@ mod tests {
         let _ = weight.shallow_clone().fill_(4.0);
         expect([4.0, 4.0, 4.0]);
         weight.shallow_clone().set_data(&Tensor::from_slice(&[5f32, 6.0, 7.0]).to_kind(Kind::BFloat16));
+        expect([5.0, 6.0, 7.0]);
+        plain.drop_factors();
+        assert!(plain.factors.borrow().is_none());
         expect([5.0, 6.0, 7.0]);
         // A trained weight gets its gradient.
         let weight = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);

@@ -21,24 +21,64 @@ use tch_ext::on_device;
 
 /// Logits held at once on a CPU, in elements: 32 MiB of f32.
 const CPU_LOGITS: i64 = 1 << 23;
-/// The same on a GPU whose memory is not known, and the least on any.
-const LEAST_GPU_LOGITS: i64 = 1 << 25;
-/// Number of f32 tensors of the logits' size that libtorch's own operations hold at once in a backward pass.
-pub const PLAIN_LOGITS: usize = 5;
-/// Part of a GPU's memory that these tensors may take.
+/// The same on a GPU whose memory is not known, and the least on any: 0.6 GB for the use that takes the most.
+const LEAST_GPU_LOGITS: i64 = 1 << 24;
+/// Part of a GPU's memory that the logits of a slice may take in the use of which libtorch's own operations hold the most copies.
+///
+/// A slice is held beside weights, moments and all activations of a pass, which by default take a quarter. The usual loss holds half of those
+/// copies, and rounding down to a power of two takes up to half of the rest: 1/30 of a card of 80 GB.
 const GPU_PART: usize = 11;
 
-/// The most logits held at once, in elements, on `device`, which has `memory` bytes in all, if that is known.
+/// Use of logits, by which libtorch's own operations hold several tensors of their size at once: the logits, their log-probabilities, and
+/// gradients of both. Those of a divergence between two models are [`LogitsUse::DIVERGENCE`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LogitsUse {
+    /// The head has a soft cap, whose result its gradient needs.
+    pub soft_cap: bool,
+    /// Only a set of tokens could be sampled: a mask, and the logits with it.
+    pub sets: bool,
+    /// The loss depends on the entropy.
+    pub entropy_gradient: bool,
+    /// The loss depends on the KL divergence to a reference model over the whole vocabulary, whose log-probabilities are held too.
+    pub full_kl: bool,
+}
+
+impl LogitsUse {
+    /// The use that takes the most.
+    pub const MOST: Self = Self { soft_cap: true, sets: true, entropy_gradient: true, full_kl: true };
+
+    /// Copies of a [`Divergence`] between two models, with its gradient: log-probabilities of both, of their mixture, their
+    /// exponentials and differences, and the logits of both, 8.1 to 9.2 on a CPU; and two for the allocator.
+    pub const DIVERGENCE: usize = 11;
+
+    /// Number of f32 tensors of the logits' size that are held at once in a forward and backward pass. Of them two are for the allocator,
+    /// which keeps freed memory that the next tensors do not fit into; the rest are what torch holds on a CPU, from 3.1 to 7.2.
+    pub fn copies(self) -> usize {
+        // The logits or their gradient, their log-probabilities, and the gradient of those.
+        let usual = 3;
+        // Of the entropy exponentials and the gradients of both factors; of the KL the same, and their difference. They are held one after
+        // the other, but for the exponentials.
+        let of_loss = match (self.entropy_gradient, self.full_kl) {
+            (false, false) => 0,
+            (true, true) => 3,
+            _ => 2,
+        };
+        usual + of_loss + usize::from(self.soft_cap) + usize::from(self.sets) + 2
+    }
+}
+
+/// The most logits held at once, in elements, on `device`, which has `memory` bytes in all, if that is known, where an element takes `copies`
+/// numbers of f32 (of [`LogitsUse`]).
 ///
-/// On a GPU they follow its memory, since each slice of rows reads and writes the gradient of the whole head: 2^28 at 80 GB. The number is
+/// On a GPU they follow its memory, since each slice of rows reads and writes the gradient of the whole head: 2^27 at 80 GB. The number is
 /// a power of two, so that CUDA and `nvidia-smi`, whose totals differ by a few hundred MB, lead to the same, and so do GPUs of one kind. It
 /// depends on the whole memory, not on what is free: a resumed run has the same slices.
-pub fn logits_chunk(device: Device, memory: Option<usize>) -> i64 {
+pub fn logits_chunk(device: Device, memory: Option<usize>, copies: usize) -> i64 {
     match (device, memory) {
         (Device::Cpu, _) => CPU_LOGITS,
         (_, None) => LEAST_GPU_LOGITS,
         (_, Some(bytes)) => {
-            let most = (bytes / (GPU_PART * PLAIN_LOGITS * size_of::<f32>())) as u64;
+            let most = (bytes / (GPU_PART * copies * size_of::<f32>())) as u64;
             measured_chunk().unwrap_or(most.checked_ilog2().map_or(0, |power| 1 << power).max(LEAST_GPU_LOGITS))
         }
     }
@@ -571,11 +611,16 @@ impl LmHead {
         joined(&parts, hidden.device())
     }
 
-    /// Ranges of rows whose logits may be held at once.
+    /// Ranges of rows whose logits may be held at once. They do not depend on the loss, so that passes with and without a gradient have the same.
     fn slices(&self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        self.slices_for(rows, self.vocab_size(), LogitsUse::MOST.copies())
+    }
+
+    /// [`LmHead::slices`] of logits over `vocab` tokens of which each takes `copies` numbers of f32.
+    fn slices_for(&self, rows: i64, vocab: i64, copies: usize) -> impl Iterator<Item = Range<i64>> + use<> {
         let device = self.linear.held().device();
         let whole = if device.is_cuda() { memory(device) } else { None };
-        let most = (logits_chunk(device, whole) / self.vocab_size()).max(1);
+        let most = (logits_chunk(device, whole, copies) / vocab.max(1)).max(1);
         // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
         let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
         let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
@@ -706,16 +751,36 @@ mod tests {
 
     #[test]
     fn a_gpu_holds_as_many_logits_at_once_as_its_memory_allows_whoever_reports_it() {
-        let of = |bytes: u64| logits_chunk(Device::Cuda(0), Some(bytes as usize)).ilog2();
-        assert_eq!(logits_chunk(Device::Cpu, Some(1 << 40)), 1 << 23);
-        assert_eq!(logits_chunk(Device::Cuda(0), None), 1 << 25);
-        // 80 GB / (11 * 5 * 4 B) = 3.6e8 logits: 2^28 = 2.7e8.
+        let most = LogitsUse::MOST.copies();
+        let of = |bytes: u64| logits_chunk(Device::Cuda(0), Some(bytes as usize), most).ilog2();
+        assert_eq!(logits_chunk(Device::Cpu, Some(1 << 40), most), 1 << 23);
+        assert_eq!(logits_chunk(Device::Cuda(0), None, most), 1 << 24);
+        // 80 GB / (11 * 10 * 4 B) = 1.8e8 logits: 2^27 = 1.3e8.
         assert_eq!(
             [8, 16, 24, 40, 48, 80, 141, 192].map(|gb| of(gb * 1_000_000_000)),
-            [25, 26, 26, 27, 27, 28, 29, 29]
+            [24, 25, 25, 26, 26, 27, 28, 28]
         );
         // The H100 of 80 GB: 81,559 MiB by nvidia-smi, 79.1 GiB by CUDA.
-        assert_eq!([of(81_559 << 20), of(81_000 << 20)], [28, 28]);
+        assert_eq!([of(81_559 << 20), of(81_000 << 20)], [27, 27]);
+        // No use takes more than an eleventh of any card of 8 GB or more, and the usual one less than half of that.
+        for gb in [8u64, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192] {
+            let bytes = gb * 1_000_000_000;
+            let taken = |copies: usize| (4 * copies as u64) << of(bytes);
+            assert!(taken(most) <= bytes / 11 && taken(LogitsUse::default().copies()) <= bytes / 22, "{gb} GB");
+            let of_two = logits_chunk(Device::Cuda(0), Some(bytes as usize), LogitsUse::DIVERGENCE) as u64;
+            assert!(of_two * 4 * LogitsUse::DIVERGENCE as u64 <= bytes / 10, "{gb} GB");
+        }
+    }
+
+    #[test]
+    fn each_use_of_logits_has_its_number_of_copies() {
+        let usual = LogitsUse::default();
+        assert_eq!(usual.copies(), 5);
+        assert_eq!(LogitsUse { entropy_gradient: true, ..usual }.copies(), 7);
+        assert_eq!(LogitsUse { full_kl: true, ..usual }.copies(), 7);
+        assert_eq!(LogitsUse { entropy_gradient: true, full_kl: true, ..usual }.copies(), 8);
+        assert_eq!(LogitsUse { soft_cap: true, ..usual }.copies(), 6);
+        assert_eq!(LogitsUse::MOST.copies(), 10);
     }
 
     #[test]

@@ -178,6 +178,10 @@ impl Mixer {
         self.inputs.iter_mut()
     }
 
+    pub(super) fn norm(&self) -> Option<&Norm> {
+        self.rule.as_ref().map(|rule| &rule.norm)
+    }
+
     /// The input of the output projection, `[N, width]`, of whole sequences; `x` is `[N, hidden size]`. Stores the states after them in `state`, if
     /// there is one.
     pub(super) fn forward(

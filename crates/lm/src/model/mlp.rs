@@ -140,13 +140,26 @@ fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
     if !tch_ext::has_gpu_kernels(gate.kind(), gate.device()) || gate.kind() != up.kind() {
         return activation.apply(gate) * up;
     }
-    let activation = match activation {
+    tch_ext::gated(gate, Some(up), of_kernel(activation))
+}
+
+/// [`gated`] of the halves of each row of `both` `[N, 2 * width]`: the gate, then up.
+fn gated_halves(activation: Activation, both: &Tensor) -> Tensor {
+    if tch_ext::has_gpu_kernels(both.kind(), both.device()) {
+        return tch_ext::gated_halves(both, of_kernel(activation));
+    }
+    let parts = both.chunk(2, -1);
+    gated(activation, &parts[0], &parts[1])
+}
+
+/// The activation of a kernel for GPUs.
+fn of_kernel(activation: Activation) -> GatedActivation {
+    match activation {
         Activation::Gelu => GatedActivation::Gelu,
         Activation::GeluTanh => GatedActivation::GeluTanh,
         Activation::Silu => GatedActivation::Silu,
         Activation::Relu => GatedActivation::Relu,
-    };
-    tch_ext::gated(gate, Some(up), activation)
+    }
 }
 
 impl Dense {
@@ -190,10 +203,7 @@ impl Dense {
         let first = self.inputs[0].forward_dropping(x, dropout);
         let inner = match self.inputs.get(1) {
             Some(up) => gated(self.activation, &first, &up.forward_dropping(x, dropout)),
-            None if self.fused => {
-                let parts = first.chunk(2, -1);
-                gated(self.activation, &parts[0], &parts[1])
-            }
+            None if self.fused => gated_halves(self.activation, &first),
             None => self.activation.apply(&first),
         };
         self.out.forward_dropping(&inner, dropout)

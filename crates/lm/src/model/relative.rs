@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 pub(super) struct RelativePositions {
     /// `[2 * span, hidden]`.
     table: Tensor,
-    norm: Option<Norm>,
+    pub(super) norm: Option<Norm>,
     attention: RelativeAttention,
     head_dim: i64,
 }

@@ -40,7 +40,7 @@ pub(super) struct ExpertsBeside {
     scales: Tensor,
     stacks: [Stack; 2],
     /// Norms of the MLP's output, of the experts' input and of their output.
-    norms: [Norm; 3],
+    pub(super) norms: [Norm; 3],
     chosen: i64,
     activation: Activation,
     eps: f64,

@@ -9,7 +9,7 @@ use crate::settings::{LogprobsOf, PpoConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
 use rlhf_lm::model::{
-    Activations, ModelSizes, PLAIN_LOGITS, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels,
+    Activations, LogitsUse, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels,
 };
 use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
@@ -339,19 +339,44 @@ impl<'a> Job<'a> {
 
     /// The most logits of a slice, in elements.
     fn logits_chunk(&self) -> i64 {
-        logits_chunk(self.machine.device, self.machine.whole)
+        logits_chunk(self.machine.device, self.machine.whole, LogitsUse::MOST.copies())
+    }
+
+    /// The use of its logits in a pass of a member.
+    fn logits_use(&self, member: &Member<'_>, backward: bool) -> LogitsUse {
+        let of_loss = self.ppo().filter(|_| backward && member.role == Role::Policy);
+        let has_sets = |config: &&PpoConfig| {
+            let sampling = &config.sampling;
+            let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
+            filters && sampling.logprobs_of == LogprobsOf::Filtered
+        };
+        LogitsUse {
+            soft_cap: member.sizes.config().final_softcap.is_some(),
+            sets: self.ppo().filter(has_sets).is_some(),
+            entropy_gradient: of_loss.is_some_and(|config| config.learns_entropy()),
+            full_kl: of_loss.is_some_and(PpoConfig::stores_distributions),
+        }
+    }
+
+    /// Bytes that a pass takes for each logit of a slice.
+    fn bytes_per_logit(&self, member: &Member<'_>, backward: bool) -> usize {
+        let used = self.logits_use(member, backward);
+        let by_kernels = !used.sets && !(backward && (used.soft_cap || used.full_kl));
+        if by_kernels && uses_kernels(self.compute, self.machine.device) {
+            self.compute.elt_size_in_bytes()
+        } else if backward {
+            4 * used.copies()
+        } else {
+            // The logits and their log-probabilities, and those that are capped or masked.
+            4 * (2 + usize::from(used.soft_cap) + usize::from(used.sets))
+        }
     }
 
     /// Bytes of the logits of a pass with this many outputs.
     fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
         let vocab = member.sizes.config().vocab_size.max(1);
         let rows = outputs.min((self.logits_chunk() / vocab).max(1) as usize);
-        let capped = member.sizes.config().final_softcap.is_some();
-        if uses_kernels(self.compute, self.machine.device) && !(capped && backward) {
-            rows * vocab as usize * self.compute.elt_size_in_bytes()
-        } else {
-            rows * vocab as usize * 4 * if backward { PLAIN_LOGITS } else { 2 }
-        }
+        rows * vocab as usize * self.bytes_per_logit(member, backward)
     }
 
     /// The largest pass of a model that is trained: of all the tokens that a micro-batch may have, if `tokens` are not given.
@@ -523,7 +548,7 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let of_logits = if uses_kernels(self.compute, self.machine.device) { 4 } else { 4 * PLAIN_LOGITS };
+            let of_logits = trained().map(|member| self.bytes_per_logit(member, true)).max().unwrap_or(0).max(4);
             let beside = memory.peak_without_activations() + self.logits_chunk() as usize * of_logits;
             available.saturating_sub(beside) / per_token.max(1)
         });

@@ -379,7 +379,11 @@ impl<'w> Session<'w> {
         let mut opening = opening;
         let repository = opening.as_mut().and_then(|opening| opening.repository.take());
         if let Some(opening) = opening {
-            world.check_settings(&trainee.inputs().without_paths())?;
+            // The models are on their device by now. Ranks of which some compute by kernels would round otherwise than the rest.
+            let mut common = trainee.inputs().without_paths();
+            let kernels = if tch_ext::gpu_kernels_are_loaded() { "kernels" } else { "no kernels" };
+            common.insert("RLHF_KERNELS".into(), kernels.into());
+            world.check_settings(&common)?;
             if let Some(saved) = &opening.start.from {
                 warnings.extend(world.agree(resume(trainee, saved, opening.start.in_place, spec))?);
             }

@@ -209,6 +209,11 @@ impl PpoConfig {
         self.kl.kl_estimator == KlEstimator::Full && self.kl.kl_in_loss && self.has_reference()
     }
 
+    /// Returns true if the loss depends on the entropy, in some step at least.
+    pub(crate) fn learns_entropy(&self) -> bool {
+        self.loss.entropy_coef > 0.0 || self.loss.entropy_control().is_some()
+    }
+
     /// Returns true if there is a reference model: not where there is no value model either, and no KL to a reference is used.
     pub fn has_reference(&self) -> bool {
         self.needs_critic() || self.kl.kl_coef != 0.0 || self.kl.kl_coef_end.is_some_and(|end| end != 0.0)

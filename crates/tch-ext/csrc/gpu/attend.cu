@@ -30,8 +30,8 @@ DEVICE Span span_of(const AttendShape& s, int64 length, int chunk) {
 template <typename T, int N>
 DEVICE void attend(const T* q, const T* keys, const T* values, const int64* lengths, float* tops, float* sums, float* parts,
                    const AttendShape& s) {
-  __shared__ float queries[MOST_GROUP * MOST_DIM];
-  __shared__ float scores[MOST_GROUP * CHUNK];
+  SHARED(float, queries, MOST_GROUP * MOST_DIM);
+  SHARED(float, scores, MOST_GROUP * CHUNK);
   const int chunk = blockIdx.y, key_head = blockIdx.x % s.kv_heads, thread = threadIdx.x;
   const int64 row = blockIdx.x / s.kv_heads;
   const Span span = span_of(s, lengths[row], chunk);

@@ -2,12 +2,16 @@
 // compiler compiles all of them after emulate.h, for tests on the CPU.
 //
 // Rules for kernels, which the emulation needs and checks: every thread of a block makes the same calls of `__syncthreads`, `of_lane` and
-// `over_block`; a block's memory is fixed. Results do not depend on the order in which threads run: no atomics.
+// `over_block`; a block's memory is fixed, and declared by SHARED; packs lie at multiples of their size. Results do not depend on the order
+// in which threads run: no atomics.
 
 #ifndef TCH_EXT_EMULATED
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+// `count` values that the threads of a block share, of no value at its start.
+#define SHARED(type, name, count) __shared__ type name[count]
+#define CHECK_ALIGNED(address, bytes)
 typedef long long int64;
 typedef unsigned long long uint64;
 #endif
@@ -36,11 +40,13 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 
 template <typename T, int N>
 DEVICE Pack<T, N> load(const T* from) {
+  CHECK_ALIGNED(from, alignof(Pack<T, N>));
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
 template <typename T, int N>
 DEVICE void store(T* to, const Pack<T, N>& pack) {
+  CHECK_ALIGNED(to, alignof(Pack<T, N>));
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
@@ -71,7 +77,7 @@ struct Largest {
 // The combination of all threads' values, the same in each of them, in a fixed order.
 template <int THREADS, typename V, typename Combine>
 DEVICE V over_block(V value, Combine combine) {
-  __shared__ V parts[THREADS / 32];
+  SHARED(V, parts, THREADS / 32);
   for (int step = 16; step > 0; step /= 2) value = combine(value, combine.other(value, own_lane() ^ step));
   if (own_lane() == 0) parts[threadIdx.x / 32] = value;
   __syncthreads();

@@ -2,7 +2,8 @@
 //
 // The threads of a block are fibers of one thread, which run one after another from barrier to barrier; blocks run one after another. Every
 // call that exchanges values is a barrier of the whole block, so a kernel in which some threads of a block make another number of them
-// than others is found: it throws.
+// than others is found: it throws. So does a pack that lies between multiples of its size. A missing barrier shows in the numbers: the
+// threads run in orders that a test chooses (Order), and the memory of a block begins with numbers that are none.
 #pragma once
 
 #include <cmath>
@@ -13,7 +14,10 @@
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define KERNEL(threads) static void
-#define __shared__ static
+#define SHARED(type, name, count) \
+  static type name[count];        \
+  static const SharedMemory of_##name(name, sizeof name)
+#define CHECK_ALIGNED(address, bytes) check_aligned(address, bytes)
 
 namespace tch_ext::gpu::emulated {
 
@@ -24,6 +28,23 @@ struct Index {
   unsigned x, y, z;
 };
 extern Index threadIdx, blockIdx, blockDim, gridDim;
+
+// The order in which the threads of a block run from one barrier to the next.
+enum class Order {
+  // Upwards, then downwards, in turn.
+  UP_AND_DOWN = 1,
+  DOWN = 2,
+  // Another one each time, from a fixed seed.
+  SHUFFLED = 3,
+};
+
+// Memory of a block, which is filled with ones before each block: as floating-point numbers these are none.
+struct SharedMemory {
+  SharedMemory(void* start, size_t bytes);
+};
+
+// Throws if a pack of `bytes` does not lie at a multiple of them.
+void check_aligned(const void* address, size_t bytes);
 
 // Ends when all threads of the block have called it.
 void __syncthreads();

@@ -27,46 +27,60 @@ DEVICE Curve curve(int activation, float x) {
   return {x < 0 ? 0 : x, x > 0 ? 1.f : 0.f};
 }
 
-template <typename T, int N>
-DEVICE void gated(const T* gate, const T* up, T* out, int64 packs, int activation) {
-  for (int64 i = blockIdx.x * static_cast<int64>(GATED_THREADS) + threadIdx.x; i < packs;
-       i += static_cast<int64>(gridDim.x) * GATED_THREADS) {
-    Pack<T, N> g = load<T, N>(gate + i * N), u;
-    if (up) u = load<T, N>(up + i * N);
-    for (int k = 0; k < N; k++) {
-      const float value = curve(activation, wide(g.of[k])).value;
-      round_to(up ? value * wide(u.of[k]) : value, g.of[k]);
-    }
-    store(out + i * N, g);
-  }
+// Sizes: rows of `packs` packs, which begin `stride` numbers after one another in gate and up and in their gradients, and without gaps in the
+// other tensors.
+struct GatedShape {
+  int64 rows, packs, stride;
+  int activation;
+};
+
+// Calls `work` with the first number of each pack: its place in gate and up, and in the other tensors. Blocks have rows and parts of them.
+template <int N, typename Work>
+DEVICE void for_packs(const GatedShape& s, Work work) {
+  for (int64 row = blockIdx.y; row < s.rows; row += gridDim.y)
+    for (int64 i = blockIdx.x * static_cast<int64>(GATED_THREADS) + threadIdx.x; i < s.packs;
+         i += static_cast<int64>(gridDim.x) * GATED_THREADS)
+      work(row * s.stride + i * N, (row * s.packs + i) * N);
 }
 
 template <typename T, int N>
-DEVICE void gated_gradient(const T* gate, const T* up, const T* of_out, T* of_gate, T* of_up, int64 packs, int activation) {
-  for (int64 i = blockIdx.x * static_cast<int64>(GATED_THREADS) + threadIdx.x; i < packs;
-       i += static_cast<int64>(gridDim.x) * GATED_THREADS) {
-    Pack<T, N> g = load<T, N>(gate + i * N), u;
-    const Pack<T, N> d = load<T, N>(of_out + i * N);
-    if (up) u = load<T, N>(up + i * N);
+DEVICE void gated(const T* gate, const T* up, T* out, const GatedShape& s) {
+  for_packs<N>(s, [&](int64 at, int64 to) {
+    Pack<T, N> g = load<T, N>(gate + at), u;
+    if (up) u = load<T, N>(up + at);
     for (int k = 0; k < N; k++) {
-      const Curve c = curve(activation, wide(g.of[k]));
+      const float value = curve(s.activation, wide(g.of[k])).value;
+      round_to(up ? value * wide(u.of[k]) : value, g.of[k]);
+    }
+    store(out + to, g);
+  });
+}
+
+template <typename T, int N>
+DEVICE void gated_gradient(const T* gate, const T* up, const T* of_out, T* of_gate, T* of_up, const GatedShape& s) {
+  for_packs<N>(s, [&](int64 at, int64 from) {
+    Pack<T, N> g = load<T, N>(gate + at), u;
+    const Pack<T, N> d = load<T, N>(of_out + from);
+    if (up) u = load<T, N>(up + at);
+    for (int k = 0; k < N; k++) {
+      const Curve c = curve(s.activation, wide(g.of[k]));
       const float dy = wide(d.of[k]);
       round_to(up ? dy * wide(u.of[k]) * c.slope : dy * c.slope, g.of[k]);
       if (up) round_to(dy * c.value, u.of[k]);
     }
-    store(of_gate + i * N, g);
-    if (up) store(of_up + i * N, u);
-  }
+    store(of_gate + at, g);
+    if (up) store(of_up + at, u);
+  });
 }
 
-#define GATED(name, T, N)                                                                               \
-  KERNEL(GATED_THREADS) name(const T* gate, const T* up, T* out, int64 packs, int activation) {         \
-    gated<T, N>(gate, up, out, packs, activation);                                                      \
+#define GATED(name, T, N)                                                                  \
+  KERNEL(GATED_THREADS) name(const T* gate, const T* up, T* out, GatedShape s) {           \
+    gated<T, N>(gate, up, out, s);                                                         \
   }
-#define GATED_GRADIENT(name, T, N)                                                                      \
-  KERNEL(GATED_THREADS)                                                                                 \
-  name(const T* gate, const T* up, const T* of_out, T* of_gate, T* of_up, int64 packs, int activation) { \
-    gated_gradient<T, N>(gate, up, of_out, of_gate, of_up, packs, activation);                          \
+#define GATED_GRADIENT(name, T, N)                                                         \
+  KERNEL(GATED_THREADS)                                                                    \
+  name(const T* gate, const T* up, const T* of_out, T* of_gate, T* of_up, GatedShape s) {  \
+    gated_gradient<T, N>(gate, up, of_out, of_gate, of_up, s);                             \
   }
 GATED(gated_f32, float, 1)
 GATED(gated_f32_packed, float, 4)

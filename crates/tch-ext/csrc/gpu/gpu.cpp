@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common.h"
@@ -31,8 +32,8 @@ constexpr size_t COUNT = sizeof(NAMES) / sizeof(NAMES[0]);
 
 // Of the .cu files.
 constexpr unsigned ROW_THREADS = 512, SAMPLE_THREADS = 512, THREADS = 256;
-// More blocks than fill any GPU; the kernels go on from there.
-constexpr int64_t MOST_BLOCKS = 1 << 20;
+// More blocks than fill any GPU; the kernels go on from there. Also the most rows of blocks, of which CUDA takes 65535.
+constexpr int64_t MOST_BLOCKS = 1 << 20, MOST_BLOCK_ROWS = 1 << 15;
 // Rows of a block in the sums for the gradient of a norm's weight.
 constexpr int64_t LEAST_ROWS_OF_PART = 32, MOST_PARTS = 256;
 
@@ -43,6 +44,8 @@ std::atomic<uint64_t> devices{0};
 // A test runs the kernels on the processor.
 std::atomic<bool> is_emulated{false};
 std::array<std::atomic<int64_t>, COUNT> launches{};
+// A check lets few blocks do all the work.
+std::atomic<int64_t> most_blocks{MOST_BLOCKS};
 
 template <typename T>
 const void* argument(const T& x) {
@@ -86,7 +89,7 @@ Grid of_rows(int64_t rows, unsigned threads) { return {static_cast<unsigned>(row
 
 Grid grid_over(int64_t count, int64_t per_block) {
   const int64_t blocks = (count + per_block - 1) / per_block;
-  return {static_cast<unsigned>(std::min(blocks, MOST_BLOCKS)), 1, THREADS};
+  return {static_cast<unsigned>(std::min<int64_t>(blocks, most_blocks)), 1, THREADS};
 }
 
 bool takes(const Tensor& x) {
@@ -176,33 +179,124 @@ Tensor rotated(const Tensor& given, const Tensor& cosines, const Tensor& sines, 
   return out;
 }
 
+namespace {
+
+// As rotary.cu has it.
+struct CachedShape {
+  int64_t threads;
+  int64_t rows_of[3], heads_of[3];
+  int heads, kv_heads, head_dim, half, groups;
+};
+
+}  // namespace
+
+bool rotates_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys) {
+  if (!takes(q) || !has_kernel_dtype(q.scalar_type())) return false;
+  for (const Tensor* x : {&q, &k, &v})
+    if (x->dim() != 3 || x->scalar_type() != keys.scalar_type() || x->stride(2) != 1) return false;
+  return true;
+}
+
+Tensor rotate_cached(const std::array<Tensor, 3>& qkv, const Tensor& cosines, const Tensor& sines, const Tensor& places, const Tensor& keys,
+                     const Tensor& values) {
+  const auto& [q, k, v] = qkv;
+  TORCH_CHECK(rotates_cached(q, k, v, keys) && k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(2) == k.size(2),
+              "rotary positions of a step: ", q.sizes(), " ", q.scalar_type(), ", keys ", k.sizes(), ", values ", v.sizes());
+  const int64_t rows = q.size(0), head_dim = q.size(2), half = cosines.defined() ? cosines.size(1) : 0;
+  const Tensor cos = cosines.defined() ? cosines.contiguous() : Tensor(), sin = sines.defined() ? sines.contiguous() : Tensor();
+  for (const Tensor* x : {&cos, &sin})
+    if (x->defined()) check("angles of a step", *x, q, at::kFloat, rows * half);
+  TORCH_CHECK(2 * half <= head_dim && cos.defined() == sin.defined(), "rotary positions of a step: ", half, " angles for ", head_dim);
+  check("places of a step", places, q, at::kLong, rows);
+  for (const Tensor* x : {&keys, &values})
+    TORCH_CHECK(x->device() == q.device() && x->scalar_type() == q.scalar_type() && x->is_contiguous() && x->dim() == 2 &&
+                    x->size(1) == k.size(1) * head_dim,
+                "cache of a step: ", x->sizes(), " ", x->scalar_type());
+  const Tensor out = at::empty({rows, q.size(1), head_dim}, options(q, q.scalar_type()));
+  const size_t bytes = 4 * q.element_size();
+  bool packed = half % 4 == 0 && head_dim % 4 == 0 && is_aligned(cos, 16) && is_aligned(sin, 16) && is_aligned(keys, bytes) &&
+                is_aligned(values, bytes);
+  CachedShape s{};
+  for (int i = 0; i < 3; i++) {
+    s.rows_of[i] = qkv[i].stride(0), s.heads_of[i] = qkv[i].stride(1);
+    packed = packed && s.rows_of[i] % 4 == 0 && s.heads_of[i] % 4 == 0 && is_aligned(qkv[i], bytes);
+  }
+  s.heads = static_cast<int>(q.size(1)), s.kv_heads = static_cast<int>(k.size(1)), s.head_dim = static_cast<int>(head_dim);
+  s.half = static_cast<int>(half), s.groups = static_cast<int>(head_dim - half) / (packed ? 4 : 1);
+  s.threads = rows * (s.heads + 2 * s.kv_heads) * s.groups;
+  const void *pq = data(q), *pk = data(k), *pv = data(v), *c = data(cos), *d = data(sin), *p = data(places), *o = data(out);
+  const void *to_keys = data(keys), *to_values = data(values);
+  launch(chosen(Kernel::rotate_cached_f32, q.scalar_type(), packed), grid_over(s.threads, THREADS), q,
+         {&pq, &pk, &pv, &c, &d, &p, &o, &to_keys, &to_values, &s});
+  return out;
+}
+
 // --- Norms and the residual stream -------------------------------------------------------------------------------------
 
-std::array<Tensor, 3> norm(const NormOptions& of, const Tensor& x, const Tensor& weight, const Tensor& bias, at::ScalarType dtype) {
-  const int64_t width = weight.numel(), rows = x.numel() / width;
+namespace {
+
+// As norm.cu has it.
+struct NormShape {
+  int64_t width;
+  float eps, offset;
+  int center;
+};
+
+NormShape shape_of(const NormOptions& of, int64_t width) {
+  return {width, static_cast<float>(of.eps), static_cast<float>(of.offset), of.center};
+}
+
+void check_norm(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  const int64_t width = weight.numel();
   check("weight of a norm", weight, x, at::kFloat, width);
   if (bias.defined()) check("bias of a norm", bias, x, at::kFloat, width);
-  check("input of a norm", x, x, at::kFloat, rows * width);
+  check("input of a norm", x, x, at::kFloat, width == 0 ? 0 : x.numel() / width * width);
+}
+
+}  // namespace
+
+std::array<Tensor, 3> norm(const NormOptions& of, const Tensor& x, const Tensor& weight, const Tensor& bias, at::ScalarType dtype) {
+  check_norm(x, weight, bias);
+  const int64_t rows = x.numel() / weight.numel();
   const Tensor out = at::empty(x.sizes(), options(x, dtype)), rstds = at::empty({rows}, options(x, at::kFloat));
   const Tensor means = of.center ? at::empty({rows}, options(x, at::kFloat)) : Tensor();
   const void *in = data(x), *w = data(weight), *b = data(bias), *o = data(out), *m = data(means), *r = data(rstds);
-  const float eps = static_cast<float>(of.eps), offset = static_cast<float>(of.offset);
-  const int center = of.center;
-  launch(dtype == at::kFloat ? Kernel::norm_f32 : Kernel::norm_bf16, of_rows(rows, THREADS), x,
-         {&in, &w, &b, &o, &m, &r, &width, &eps, &offset, &center});
+  const NormShape s = shape_of(of, weight.numel());
+  launch(dtype == at::kFloat ? Kernel::norm_f32 : Kernel::norm_bf16, of_rows(rows, THREADS), x, {&in, &w, &b, &o, &m, &r, &s});
   return {out, means, rstds};
 }
 
-Tensor norm_gradient(const NormOptions& of, const Tensor& of_out, const Tensor& x, const Tensor& weight, const Tensor& means,
-                     const Tensor& rstds) {
-  const int64_t width = weight.numel(), rows = x.numel() / width;
+std::array<Tensor, 4> sum_norm(const NormOptions& of, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& weight,
+                               const Tensor& bias) {
+  check_norm(x, weight, bias);
+  const int64_t rows = x.numel() / weight.numel();
+  check("branch of a residual sum", a, x, a.scalar_type(), x.numel());
+  TORCH_CHECK(has_kernel_dtype(a.scalar_type()), "branch of a residual sum: ", a.scalar_type());
+  if (b.defined()) check("branch of a residual sum", b, x, a.scalar_type(), x.numel());
+  const Tensor sums = at::empty(x.sizes(), options(x, at::kFloat)), out = at::empty(x.sizes(), options(x, a.scalar_type()));
+  const Tensor rstds = at::empty({rows}, options(x, at::kFloat)), means = of.center ? at::empty({rows}, options(x, at::kFloat)) : Tensor();
+  const void *in = data(x), *first = data(a), *second = data(b), *w = data(weight), *c = data(bias), *t = data(sums), *o = data(out);
+  const void *m = data(means), *r = data(rstds);
+  const NormShape s = shape_of(of, weight.numel());
+  launch(is_f32(a) ? Kernel::sum_norm_f32 : Kernel::sum_norm_bf16, of_rows(rows, THREADS), x,
+         {&in, &first, &second, &w, &c, &t, &o, &m, &r, &s});
+  return {sums, out, means, rstds};
+}
+
+std::array<Tensor, 2> norm_gradient(const NormOptions& of, const Tensor& of_out, const Tensor& of_sums, const Tensor& x,
+                                    const Tensor& weight, const Tensor& means, const Tensor& rstds, bool with_branch) {
+  const int64_t rows = x.numel() / weight.numel();
+  check("gradient of a norm", of_out, x, of_out.scalar_type(), x.numel());
+  if (of_sums.defined()) check("gradient of a residual sum", of_sums, x, at::kFloat, x.numel());
   const Tensor of_x = at::empty(x.sizes(), options(x, at::kFloat));
-  const void *d = data(of_out), *in = data(x), *w = data(weight), *m = data(means), *r = data(rstds), *o = data(of_x);
-  const float offset = static_cast<float>(of.offset);
-  const int center = of.center;
+  // In f32 the two are the same.
+  const Tensor of_branch = with_branch && !is_f32(of_out) ? at::empty(x.sizes(), options(x, of_out.scalar_type())) : Tensor();
+  const void *d = data(of_out), *t = data(of_sums), *in = data(x), *w = data(weight), *m = data(means), *r = data(rstds), *o = data(of_x);
+  const void* branch = data(of_branch);
+  const NormShape s = shape_of(of, weight.numel());
   launch(is_f32(of_out) ? Kernel::norm_gradient_f32 : Kernel::norm_gradient_bf16, of_rows(rows, THREADS), x,
-         {&d, &in, &w, &m, &r, &o, &width, &offset, &center});
-  return of_x;
+         {&d, &t, &in, &w, &m, &r, &o, &branch, &s});
+  return {of_x, with_branch ? (of_branch.defined() ? of_branch : of_x) : Tensor()};
 }
 
 std::array<Tensor, 2> norm_weight_gradient(const NormOptions& of, const Tensor& of_out, const Tensor& x, const Tensor& means,
@@ -214,8 +308,8 @@ std::array<Tensor, 2> norm_weight_gradient(const NormOptions& of, const Tensor& 
   const Tensor biases = with_bias ? at::empty({parts, width}, options(x, at::kFloat)) : Tensor();
   const void *d = data(of_out), *in = data(x), *m = data(means), *r = data(rstds), *w = data(weights), *b = data(biases);
   const int center = of.center;
-  Grid grid = grid_over(width, THREADS);
-  grid.y = static_cast<unsigned>(parts);
+  // A thread has a column of a part; none goes on with others.
+  const Grid grid{static_cast<unsigned>((width + THREADS - 1) / THREADS), static_cast<unsigned>(parts), THREADS};
   launch(is_f32(of_out) ? Kernel::norm_weight_gradient_f32 : Kernel::norm_weight_gradient_bf16, grid, x,
          {&d, &in, &m, &r, &w, &b, &rows, &width, &rows_of_part, &center});
   // Over few rows, in the order that libtorch's sums always have.
@@ -238,15 +332,45 @@ Tensor residual(const Tensor& x, const Tensor& a, const Tensor& b) {
 
 // --- Gated MLPs --------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// As gated.cu has it.
+struct GatedShape {
+  int64_t rows, packs, stride;
+  int activation;
+};
+
+// Rows of `width` numbers, `stride` apart, in packs of `numbers`.
+std::pair<GatedShape, Grid> gated_shape(int64_t rows, int64_t width, int64_t stride, int64_t numbers, int64_t activation) {
+  const GatedShape s{rows, width / numbers, stride, static_cast<int>(activation)};
+  Grid grid = grid_over(s.packs, THREADS);
+  grid.y = static_cast<unsigned>(std::min<int64_t>({rows, MOST_BLOCK_ROWS, most_blocks}));
+  return {s, grid};
+}
+
+// The halves of [rows, 2 * width]: the width, and how many numbers are in a pack.
+std::pair<int64_t, int64_t> halves_of(const Tensor& both) {
+  TORCH_CHECK(both.dim() == 2 && both.is_contiguous() && both.size(1) % 2 == 0 && has_kernel_dtype(both.scalar_type()),
+              "gated: expected [rows, 2 * width], contiguous, f32 or bf16, found ", both.sizes(), " ", both.scalar_type());
+  const int64_t width = both.size(1) / 2, numbers = numbers_of(both);
+  return {width, width % numbers == 0 && is_aligned(both, 16) ? numbers : 1};
+}
+
+const void* at_number(const Tensor& x, int64_t number) {
+  return static_cast<const char*>(x.const_data_ptr()) + number * static_cast<int64_t>(x.element_size());
+}
+
+}  // namespace
+
 Tensor gated(const Tensor& gate, const Tensor& up, int64_t activation) {
   if (up.defined()) check("gated: up", up, gate, gate.scalar_type(), gate.numel());
   const Tensor out = at::empty(gate.sizes(), options(gate, gate.scalar_type()));
-  const int64_t numbers = numbers_of(gate);
-  const bool packed = gate.numel() % numbers == 0 && is_aligned(gate, 16) && is_aligned(up, 16);
-  const int64_t packs = gate.numel() / (packed ? numbers : 1);
+  const bool packed = gate.numel() % numbers_of(gate) == 0 && is_aligned(gate, 16) && is_aligned(up, 16);
+  // All numbers in one row.
+  const auto [s, grid] = gated_shape(1, gate.numel(), 0, packed ? numbers_of(gate) : 1, activation);
+  const GatedShape shape = s;
   const void *g = data(gate), *u = data(up), *o = data(out);
-  const int which = static_cast<int>(activation);
-  launch(chosen(Kernel::gated_f32, gate.scalar_type(), packed), grid_over(packs, THREADS), gate, {&g, &u, &o, &packs, &which});
+  launch(chosen(Kernel::gated_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &o, &shape});
   return out;
 }
 
@@ -254,15 +378,35 @@ std::array<Tensor, 2> gated_gradient(const Tensor& gate, const Tensor& up, const
   check("gated: gradient", of_out, gate, gate.scalar_type(), gate.numel());
   const Tensor of_gate = at::empty(gate.sizes(), options(gate, gate.scalar_type()));
   const Tensor of_up = up.defined() ? at::empty(gate.sizes(), options(gate, gate.scalar_type())) : Tensor();
-  const int64_t numbers = numbers_of(gate);
   const bool packed =
-      gate.numel() % numbers == 0 && is_aligned(gate, 16) && is_aligned(up, 16) && is_aligned(of_out, 16);
-  const int64_t packs = gate.numel() / (packed ? numbers : 1);
+      gate.numel() % numbers_of(gate) == 0 && is_aligned(gate, 16) && is_aligned(up, 16) && is_aligned(of_out, 16);
+  const auto [s, grid] = gated_shape(1, gate.numel(), 0, packed ? numbers_of(gate) : 1, activation);
+  const GatedShape shape = s;
   const void *g = data(gate), *u = data(up), *d = data(of_out), *og = data(of_gate), *ou = data(of_up);
-  const int which = static_cast<int>(activation);
-  launch(chosen(Kernel::gated_gradient_f32, gate.scalar_type(), packed), grid_over(packs, THREADS), gate,
-         {&g, &u, &d, &og, &ou, &packs, &which});
+  launch(chosen(Kernel::gated_gradient_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &d, &og, &ou, &shape});
   return {of_gate, of_up};
+}
+
+Tensor gated_halves(const Tensor& both, int64_t activation) {
+  const auto [width, numbers] = halves_of(both);
+  const Tensor out = at::empty({both.size(0), width}, options(both, both.scalar_type()));
+  const auto [s, grid] = gated_shape(both.size(0), width, 2 * width, numbers, activation);
+  const GatedShape shape = s;
+  const void *g = data(both), *u = at_number(both, width), *o = data(out);
+  launch(chosen(Kernel::gated_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &o, &shape});
+  return out;
+}
+
+Tensor gated_halves_gradient(const Tensor& both, const Tensor& of_out, int64_t activation) {
+  const auto [width, most] = halves_of(both);
+  check("gated: gradient", of_out, both, both.scalar_type(), both.size(0) * width);
+  const int64_t numbers = is_aligned(of_out, 16) ? most : 1;
+  const Tensor of_both = at::empty(both.sizes(), options(both, both.scalar_type()));
+  const auto [s, grid] = gated_shape(both.size(0), width, 2 * width, numbers, activation);
+  const GatedShape shape = s;
+  const void *g = data(both), *u = at_number(both, width), *d = data(of_out), *og = data(of_both), *ou = at_number(of_both, width);
+  launch(chosen(Kernel::gated_gradient_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &d, &og, &ou, &shape});
+  return of_both;
 }
 
 // --- Attention of decoding ---------------------------------------------------------------------------------------------
@@ -311,6 +455,50 @@ Tensor attend(const AttendOptions& of, const Tensor& query, const Tensor& keys, 
   return out;
 }
 
+// --- Quantized weights -------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Of quantized.cu.
+constexpr unsigned QUANTIZED_THREADS = 256;
+constexpr int64_t COLUMNS = 4, CODES = 32, ROWS = 4;
+// With more rows the values of the weight are made once, and libtorch's product is faster.
+constexpr int64_t MOST_QUANTIZED_ROWS = 8;
+
+// As quantized.cu has it.
+struct QuantizedShape {
+  int64_t in, out, rows, nested_block;
+  int shift;
+  float offset;
+};
+
+}  // namespace
+
+bool multiplies_quantized(const QuantizedMatrix& w, const Tensor& x) {
+  const bool fits = w.map && w.in > 0 && w.in % CODES == 0 && w.out > 0 && w.block >= CODES && reinterpret_cast<uintptr_t>(w.codes) % 16 == 0;
+  return takes(x) && fits && has_kernel_dtype(x.scalar_type()) && x.dim() == 2 && x.size(1) == w.in && x.size(0) <= MOST_QUANTIZED_ROWS;
+}
+
+Tensor quantized_product(const QuantizedMatrix& w, const Tensor& given, const Tensor& bias) {
+  Tensor x = given.contiguous();
+  if (!is_aligned(x, 16)) x = x.clone();
+  if (bias.defined()) check("bias of a quantized weight", bias, x, x.scalar_type(), w.out);
+  const Tensor out = at::empty({x.size(0), w.out}, options(x, x.scalar_type()));
+  QuantizedShape s{};
+  s.in = w.in, s.out = w.out, s.rows = x.size(0), s.nested_block = w.nested_block, s.offset = w.offset;
+  while (int64_t{1} << s.shift < w.block) s.shift++;
+  const bool one = s.rows == 1;
+  const int64_t of_block = QUANTIZED_THREADS / 32 * COLUMNS;
+  const Grid grid{static_cast<unsigned>((w.out + of_block - 1) / of_block), static_cast<unsigned>((s.rows + ROWS - 1) / ROWS),
+                  QUANTIZED_THREADS};
+  const auto kernel = is_f32(x) ? (one ? Kernel::quantized_row_f32 : Kernel::quantized_rows_f32)
+                                : (one ? Kernel::quantized_row_bf16 : Kernel::quantized_rows_bf16);
+  const void *in = data(x), *codes = w.codes, *map = w.map, *scales = w.scales, *nested = w.nested, *nested_map = w.nested_map;
+  const void *nested_scales = w.nested_scales, *b = data(bias), *o = data(out);
+  launch(kernel, grid, x, {&in, &codes, &map, &scales, &nested, &nested_map, &nested_scales, &b, &o, &s});
+  return out;
+}
+
 // --- Optimizer steps ---------------------------------------------------------------------------------------------------
 
 void adamw_rounded(const AdamWStep& step, const Tensor& param, const Tensor& grad, const Tensor& first, const Tensor& second,
@@ -355,8 +543,8 @@ char* tch_ext_gpu_versions(int device, int* nvrtc, int* arch) {
   });
 }
 
-char* tch_ext_gpu_compile(const char* source, const char* name, int arch, char** binary, size_t* size) {
-  return gpu::functions->compile(source, name, arch, binary, size);
+char* tch_ext_gpu_compile(const char* source, const char* name, const char* const* options, int count, char** binary, size_t* size) {
+  return gpu::functions->compile(source, name, options, count, binary, size);
 }
 
 void tch_ext_gpu_free(char* binary) { free(binary); }
@@ -384,9 +572,15 @@ char* tch_ext_gpu_use(uint64_t devices) {
 
 bool tch_ext_gpu_has(int device) { return gpu::is_loaded && device < 64 && (gpu::devices >> device & 1) != 0; }
 
-// Whether tensors of the CPU are computed by the kernels' sources, slowly; for tests.
-void tch_ext_gpu_emulate(bool on) { gpu::is_emulated = on; }
+// Lets the kernels' sources compute tensors of the CPU, slowly, their threads in this order of emulate.h; 0 ends it. For tests.
+void tch_ext_gpu_emulate(int order) {
+  if (order != 0) gpu::emulated::set_order(order);
+  gpu::is_emulated = order != 0;
+}
 bool tch_ext_gpu_is_emulated() { return gpu::is_emulated; }
+
+// Lets at most so many blocks do the work that is divided over blocks, or with 0 as many as are good; for checks.
+void tch_ext_gpu_limit_blocks(int64_t most) { gpu::most_blocks = most > 0 ? most : gpu::MOST_BLOCKS; }
 
 // How often kernel `index` was started in this process.
 int64_t tch_ext_gpu_launches(size_t index) { return index < gpu::COUNT ? gpu::launches[index].load() : 0; }

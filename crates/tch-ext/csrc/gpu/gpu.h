@@ -31,8 +31,14 @@
   X(rotary, rotate_bf16_f32_packed)   \
   X(rotary, rotate_bf16_bf16)         \
   X(rotary, rotate_bf16_bf16_packed)  \
+  X(rotary, rotate_cached_f32)        \
+  X(rotary, rotate_cached_f32_packed) \
+  X(rotary, rotate_cached_bf16)       \
+  X(rotary, rotate_cached_bf16_packed) \
   X(norm, norm_f32)                   \
   X(norm, norm_bf16)                  \
+  X(norm, sum_norm_f32)               \
+  X(norm, sum_norm_bf16)              \
   X(norm, norm_gradient_f32)          \
   X(norm, norm_gradient_bf16)         \
   X(norm, norm_weight_gradient_f32)   \
@@ -53,6 +59,10 @@
   X(attend, attend_combine_f32)       \
   X(attend, attend_bf16)              \
   X(attend, attend_combine_bf16)      \
+  X(quantized, quantized_row_f32)     \
+  X(quantized, quantized_rows_f32)    \
+  X(quantized, quantized_row_bf16)    \
+  X(quantized, quantized_rows_bf16)   \
   X(adam, adamw_rounded)              \
   X(adam, adamw_blocked)
 
@@ -87,6 +97,13 @@ std::array<at::Tensor, 2> logits_sample(const at::Tensor& logits, float inv_temp
 bool rotates(const at::Tensor& x, at::ScalarType dtype);
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t parts, bool back, at::ScalarType dtype);
 
+// `q` [rows, heads, head_dim], `k` and `v` [rows, kv_heads, head_dim], of which only heads lie without gaps; caches [places, kv_heads *
+// head_dim]; `places` [rows] i64. Rotates keys and writes them and values to their places; returns rotated queries. `cos` and `sin`
+// [rows, half], or both undefined.
+bool rotates_cached(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys);
+at::Tensor rotate_cached(const std::array<at::Tensor, 3>& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& places,
+                         const at::Tensor& keys, const at::Tensor& values);
+
 struct NormOptions {
   double eps, offset;
   bool center;
@@ -94,8 +111,13 @@ struct NormOptions {
 // Output, means (undefined unless centred) and reciprocals of the deviations.
 std::array<at::Tensor, 3> norm(const NormOptions& options, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                                at::ScalarType dtype);
-at::Tensor norm_gradient(const NormOptions& options, const at::Tensor& of_out, const at::Tensor& x, const at::Tensor& weight,
-                         const at::Tensor& means, const at::Tensor& rstds);
+// The residual stream x + a + b, `b` may be undefined, and as `norm` of it, in the dtype of the branches: the sum first.
+std::array<at::Tensor, 4> sum_norm(const NormOptions& options, const at::Tensor& x, const at::Tensor& a, const at::Tensor& b,
+                                   const at::Tensor& weight, const at::Tensor& bias);
+// The gradient of x, to which `of_sums` is added if it is defined; with `with_branch` also in the dtype of `of_out`.
+std::array<at::Tensor, 2> norm_gradient(const NormOptions& options, const at::Tensor& of_out, const at::Tensor& of_sums,
+                                        const at::Tensor& x, const at::Tensor& weight, const at::Tensor& means, const at::Tensor& rstds,
+                                        bool with_branch);
 // The gradients of weight and, if `with_bias`, bias.
 std::array<at::Tensor, 2> norm_weight_gradient(const NormOptions& options, const at::Tensor& of_out, const at::Tensor& x,
                                                const at::Tensor& means, const at::Tensor& rstds, bool with_bias);
@@ -105,6 +127,9 @@ at::Tensor residual(const at::Tensor& x, const at::Tensor& a, const at::Tensor& 
 
 at::Tensor gated(const at::Tensor& gate, const at::Tensor& up, int64_t activation);
 std::array<at::Tensor, 2> gated_gradient(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& of_out, int64_t activation);
+// The same where gate and up are the halves of each row of `both` [rows, 2 * width].
+at::Tensor gated_halves(const at::Tensor& both, int64_t activation);
+at::Tensor gated_halves_gradient(const at::Tensor& both, const at::Tensor& of_out, int64_t activation);
 
 // One new token per row: `q` [rows, heads, dim] and a cache of which each row has `capacity` places and `lengths` [rows] i64 tokens, the new
 // one included, at most `longest`. `window` is 0 for none.
@@ -115,6 +140,11 @@ struct AttendOptions {
 at::Tensor attend(const AttendOptions& options, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                   const at::Tensor& lengths);
 
+// Whether a kernel computes the product of `x` [rows, in] and a weight [out, in] in four bits: few rows, and packs of codes.
+bool multiplies_quantized(const QuantizedMatrix& weight, const at::Tensor& x);
+// `bias` may be undefined.
+at::Tensor quantized_product(const QuantizedMatrix& weight, const at::Tensor& x, const at::Tensor& bias);
+
 void adamw_rounded(const AdamWStep& step, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& first,
                    const at::Tensor& second, const uint64_t* keys);
 void adamw_blocked(const AdamWStep& step, const at::Tensor& param, const at::Tensor& grad, const BlockedMoment& first,
@@ -124,19 +154,22 @@ void adamw_blocked(const AdamWStep& step, const at::Tensor& param, const at::Ten
 struct Functions {
   // The version of NVRTC, major * 1000 + minor, and the architecture of GPU `device`, such as 90.
   char* (*versions)(int device, int* nvrtc, int* arch);
-  // Compiles `source` for `arch` to a binary, to be freed with `free`.
-  char* (*compile)(const char* source, const char* name, int arch, char** binary, size_t* size);
+  // Compiles `source` with `count` options to a binary, to be freed with `free`.
+  char* (*compile)(const char* source, const char* name, const char* const* options, int count, char** binary, size_t* size);
   // Loads a binary, which may be freed afterwards, and returns it; for GPU `device` at once, for others when they use it.
   char* (*load)(const void* binary, int device, void** library);
   char* (*find)(void* library, const char* kernel, void** found);
   char* (*launch)(void* kernel, unsigned x, unsigned y, unsigned threads, int device, void** args);
 };
-constexpr const char* FUNCTIONS = "tch_ext_gpu_functions";
+// Its number changes with the functions: a library that was built before has another.
+constexpr const char* FUNCTIONS = "tch_ext_gpu_functions_2";
 // Set when the CUDA library is loaded.
 extern const Functions* functions;
 
 namespace emulated {
 void run(Kernel kernel, const Grid& grid, void** args);
+// An order of emulate.h, by its number.
+void set_order(int order);
 }
 
 }  // namespace tch_ext::gpu

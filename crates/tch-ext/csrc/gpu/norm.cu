@@ -2,47 +2,75 @@
 
 constexpr int NORM_THREADS = 256;
 
-// y = (x - mean) rstd (weight + offset) + bias; without `center` the mean is 0. `bias` and `mean` may be null. A block per row.
+// A norm of rows: y = (x - mean) rstd (weight + offset) + bias; without `center` the mean is 0.
+struct NormShape {
+  int64 width;
+  float eps, offset;
+  int center;
+};
+
+// Writes the norm of a row that the thread's own numbers of `x` are of: numbers threadIdx.x, threadIdx.x + NORM_THREADS, ... `bias` and `means`
+// may be null.
 template <typename T>
-DEVICE void norm(const float* all, const float* weight, const float* bias, T* out, float* means, float* rstds, int64 width,
-                 float eps, float offset, int center) {
+DEVICE void norm_row(const float* x, const float* weight, const float* bias, T* out, float* means, float* rstds, const NormShape& s) {
   const int64 row = blockIdx.x;
-  const float* x = all + row * width;
   float mean = 0;
-  if (center) {
+  if (s.center) {
     float own = 0;
-    for (int64 i = threadIdx.x; i < width; i += NORM_THREADS) own += x[i];
-    mean = over_block<NORM_THREADS>(own, Add()) / width;
+    for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) own += x[i];
+    mean = over_block<NORM_THREADS>(own, Add()) / s.width;
   }
   float own = 0;
-  for (int64 i = threadIdx.x; i < width; i += NORM_THREADS) own += (x[i] - mean) * (x[i] - mean);
-  const float rstd = 1 / sqrtf(over_block<NORM_THREADS>(own, Add()) / width + eps);
-  for (int64 i = threadIdx.x; i < width; i += NORM_THREADS) {
-    const float y = (x[i] - mean) * rstd * (weight[i] + offset);
-    round_to(bias ? y + bias[i] : y, out[row * width + i]);
+  for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) own += (x[i] - mean) * (x[i] - mean);
+  const float rstd = 1 / sqrtf(over_block<NORM_THREADS>(own, Add()) / s.width + s.eps);
+  for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) {
+    const float y = (x[i] - mean) * rstd * (weight[i] + s.offset);
+    round_to(bias ? y + bias[i] : y, out[row * s.width + i]);
   }
   if (threadIdx.x != 0) return;
   rstds[row] = rstd;
   if (means) means[row] = mean;
 }
 
-// The gradient of x: with g = dy (weight + offset) and the normalized numbers n, rstd (g - mean(g n) n), less mean(g) where x was centred.
+// The norm of rows, a block each.
 template <typename T>
-DEVICE void norm_gradient(const T* of_out, const float* all, const float* weight, const float* means, const float* rstds,
-                          float* of_x, int64 width, float offset, int center) {
-  const int64 row = blockIdx.x, start = row * width;
-  const float mean = center ? means[row] : 0, rstd = rstds[row];
+DEVICE void norm(const float* all, const float* weight, const float* bias, T* out, float* means, float* rstds, const NormShape& s) {
+  norm_row(all + blockIdx.x * s.width, weight, bias, out, means, rstds, s);
+}
+
+// The residual stream x + a + b and its norm; `b` may be null. Each thread reads again only the sums that it has written.
+template <typename T>
+DEVICE void sum_norm(const float* x, const T* a, const T* b, const float* weight, const float* bias, float* sums, T* out, float* means,
+                     float* rstds, const NormShape& s) {
+  const int64 start = blockIdx.x * s.width;
+  for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) {
+    const float sum = x[start + i] + wide(a[start + i]);
+    sums[start + i] = b ? sum + wide(b[start + i]) : sum;
+  }
+  norm_row(sums + start, weight, bias, out, means, rstds, s);
+}
+
+// The gradient of x: with g = dy (weight + offset) and the normalized numbers n, rstd (g - mean(g n) n), less mean(g) where x was centred;
+// and `of_sums`, the gradient of x itself, if it is not null. `of_branch`, if it is not null, gets the same, rounded.
+template <typename T>
+DEVICE void norm_gradient(const T* of_out, const float* of_sums, const float* all, const float* weight, const float* means,
+                          const float* rstds, float* of_x, T* of_branch, const NormShape& s) {
+  const int64 row = blockIdx.x, start = row * s.width;
+  const float mean = s.center ? means[row] : 0, rstd = rstds[row];
   float sum = 0, product = 0;
-  for (int64 i = threadIdx.x; i < width; i += NORM_THREADS) {
-    const float g = wide(of_out[start + i]) * (weight[i] + offset);
+  for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) {
+    const float g = wide(of_out[start + i]) * (weight[i] + s.offset);
     sum += g;
     product += g * (all[start + i] - mean) * rstd;
   }
-  product = over_block<NORM_THREADS>(product, Add()) / width;
-  sum = center ? over_block<NORM_THREADS>(sum, Add()) / width : 0;
-  for (int64 i = threadIdx.x; i < width; i += NORM_THREADS) {
-    const float g = wide(of_out[start + i]) * (weight[i] + offset);
-    of_x[start + i] = rstd * (g - sum - (all[start + i] - mean) * rstd * product);
+  product = over_block<NORM_THREADS>(product, Add()) / s.width;
+  sum = s.center ? over_block<NORM_THREADS>(sum, Add()) / s.width : 0;
+  for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) {
+    const float g = wide(of_out[start + i]) * (weight[i] + s.offset);
+    float dx = rstd * (g - sum - (all[start + i] - mean) * rstd * product);
+    if (of_sums) dx = of_sums[start + i] + dx;
+    of_x[start + i] = dx;
+    if (of_branch) round_to(dx, of_branch[start + i]);
   }
 }
 
@@ -82,13 +110,18 @@ DEVICE void residual(const float* x, const T* a, const T* b, float* out, int64 p
 #define NORM(suffix, T)                                                                                                \
   KERNEL(NORM_THREADS)                                                                                                 \
   norm_##suffix(const float* x, const float* weight, const float* bias, T* out, float* means, float* rstds,            \
-                int64 width, float eps, float offset, int center) {                                                    \
-    norm(x, weight, bias, out, means, rstds, width, eps, offset, center);                                              \
+                NormShape s) {                                                                                         \
+    norm(x, weight, bias, out, means, rstds, s);                                                                       \
   }                                                                                                                    \
   KERNEL(NORM_THREADS)                                                                                                 \
-  norm_gradient_##suffix(const T* of_out, const float* x, const float* weight, const float* means, const float* rstds, \
-                         float* of_x, int64 width, float offset, int center) {                                         \
-    norm_gradient(of_out, x, weight, means, rstds, of_x, width, offset, center);                                       \
+  sum_norm_##suffix(const float* x, const T* a, const T* b, const float* weight, const float* bias, float* sums,       \
+                    T* out, float* means, float* rstds, NormShape s) {                                                 \
+    sum_norm(x, a, b, weight, bias, sums, out, means, rstds, s);                                                       \
+  }                                                                                                                    \
+  KERNEL(NORM_THREADS)                                                                                                 \
+  norm_gradient_##suffix(const T* of_out, const float* of_sums, const float* x, const float* weight,                   \
+                         const float* means, const float* rstds, float* of_x, T* of_branch, NormShape s) {             \
+    norm_gradient(of_out, of_sums, x, weight, means, rstds, of_x, of_branch, s);                                       \
   }                                                                                                                    \
   KERNEL(NORM_THREADS)                                                                                                 \
   norm_weight_gradient_##suffix(const T* of_out, const float* x, const float* means, const float* rstds,               \

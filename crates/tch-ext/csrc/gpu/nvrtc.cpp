@@ -83,13 +83,11 @@ char* versions(int device, int* version, int* arch) {
   });
 }
 
-char* compile(const char* source, const char* name, int arch, char** binary, size_t* size) {
+char* compile(const char* source, const char* name, const char* const* options, int count, char** binary, size_t* size) {
   return guard([&] {
     Nvrtc::Program program = nullptr;
     check(nvrtc().create(&program, source, name, 0, nullptr, nullptr));
-    const std::string of_arch = "--gpu-architecture=sm_" + std::to_string(arch);
-    const char* options[] = {of_arch.c_str(), "--std=c++17", "--diag-suppress=177"};
-    const int result = nvrtc().compile(program, 3, options);
+    const int result = nvrtc().compile(program, count, options);
     std::string log;
     if (result != 0) {
       size_t length = 0;
@@ -139,6 +137,6 @@ char* launch(void* kernel, unsigned x, unsigned y, unsigned threads, int device,
 }  // namespace
 
 extern "C" {
-extern const tch_ext::gpu::Functions tch_ext_gpu_functions;
-const tch_ext::gpu::Functions tch_ext_gpu_functions{versions, compile, load, find_kernel, launch};
+extern const tch_ext::gpu::Functions tch_ext_gpu_functions_2;
+const tch_ext::gpu::Functions tch_ext_gpu_functions_2{versions, compile, load, find_kernel, launch};
 }

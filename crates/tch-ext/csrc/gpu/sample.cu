@@ -54,7 +54,7 @@ DEVICE int64 token_in(const T* logits, int64 from, int64 to, double before, doub
 
 template <typename T>
 DEVICE void sample(const T* all, const double* draws, int64* tokens, float* logprobs, int64 vocab, float inv_temperature) {
-  __shared__ double sums[SEGMENTS];
+  SHARED(double, sums, SEGMENTS);
   const int64 row = blockIdx.x;
   const T* logits = all + row * vocab;
   Best own = {-infinity(), vocab - 1};

@@ -1,6 +1,11 @@
-//! Binaries of kernels in a folder, by source, architecture and compiler.
+//! Binaries of kernels in a folder, by source, architecture, compiler and its options.
+//!
+//! A GPU runs what is in the binaries with the rights of the program: the folder and its files must be the user's own, and no one else may
+//! write to them.
 
-use std::io::Write;
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -18,7 +23,7 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// Of the source `name` with this text, compiled by and for `compiler`.
+    /// Of the source `name` with this text, compiled by `compiler`, which are the compiler's version and its options.
     pub(super) fn new(name: &str, source: &str, compiler: &str) -> Self {
         let hash = hash(&[compiler.as_bytes(), &[0], source.as_bytes()]);
         Self { name: name.into(), hash }
@@ -39,7 +44,7 @@ fn hash(parts: &[&[u8]]) -> u128 {
 }
 
 /// Hands the binary of `key` to `load`: that in `folder`, or a new one by `compile`, which is then stored there. A stored one that is damaged
-/// or that `load` refuses is replaced. A folder that cannot be read or written is as none.
+/// or that `load` refuses is replaced. A folder that cannot be read or written, or that others may write to, is as none.
 ///
 /// # Errors
 /// The errors of `compile`, and those of `load` for a binary that was just compiled.
@@ -49,7 +54,7 @@ pub(super) fn cached(
     compile: impl FnOnce() -> Result<Vec<u8>, String>,
     load: impl Fn(&[u8]) -> Result<(), String>,
 ) -> Result<(), String> {
-    if let Some(binary) = folder.and_then(|folder| read(&key.file(folder), key))
+    if let Some(binary) = folder.filter(|folder| is_own_folder(folder)).and_then(|folder| read(&key.file(folder), key))
         && load(&binary).is_ok()
     {
         return Ok(());
@@ -62,24 +67,43 @@ pub(super) fn cached(
     Ok(())
 }
 
-/// The binary in `file`, if it is whole and of `key`.
+/// Whether only this user may write to a file or folder.
+fn is_own(found: &Metadata) -> bool {
+    let of_process = std::fs::metadata("/proc/self");
+    of_process.is_ok_and(|own| own.uid() == found.uid()) && found.mode() & 0o022 == 0
+}
+
+/// Whether `folder` is there, and no link, and only this user may write to it.
+fn is_own_folder(folder: &Path) -> bool {
+    std::fs::symlink_metadata(folder).is_ok_and(|found| found.is_dir() && is_own(&found))
+}
+
+/// The binary in `file`, if it is whole and of `key`, and the user's own.
 fn read(file: &Path, key: &Key) -> Option<Vec<u8>> {
-    if std::fs::metadata(file).ok()?.len() > MOST_BYTES {
+    let file = File::open(file).ok()?;
+    // Of the open file: the name may be given to another one meanwhile.
+    let found = file.metadata().ok()?;
+    if !found.is_file() || !is_own(&found) || found.len() > MOST_BYTES {
         return None;
     }
-    let entry = std::fs::read(file).ok()?;
+    let mut entry = Vec::new();
+    file.take(MOST_BYTES).read_to_end(&mut entry).ok()?;
     let (head, binary) = entry.strip_prefix(MAGIC)?.split_at_checked(32)?;
     let is_whole = head == [key.hash.to_le_bytes(), hash(&[binary]).to_le_bytes()].concat();
     (is_whole && !binary.is_empty()).then(|| binary.to_vec())
 }
 
-/// Stores a binary, whole or not at all: another process may write the same entry, or read it.
+/// Stores a binary, whole or not at all: another process may write the same entry, or read it. Not in a folder that others may write to.
 fn write(folder: &Path, key: &Key, binary: &[u8]) -> std::io::Result<()> {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
-    std::fs::create_dir_all(folder)?;
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    if !is_own_folder(folder) {
+        return Err(std::io::ErrorKind::PermissionDenied.into());
+    }
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let partial = folder.join(format!(".{}-{}-{number}", key.name, std::process::id()));
-    let written = std::fs::File::create_new(&partial).and_then(|mut file| {
+    let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial);
+    let written = created.and_then(|mut file| {
         file.write_all(MAGIC)?;
         file.write_all(&key.hash.to_le_bytes())?;
         file.write_all(&hash(&[binary]).to_le_bytes())?;
@@ -95,6 +119,8 @@ fn write(folder: &Path, key: &Key, binary: &[u8]) -> std::io::Result<()> {
 mod tests {
     use super::*;
     use std::cell::RefCell;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
 
     /// A folder that is removed in the end.
     struct Folder(PathBuf);
@@ -143,10 +169,11 @@ mod tests {
             Key::new("logits", "source ", "sm_90, NVRTC 13000"),
             Key::new("logits", "source", "sm_80, NVRTC 13000"),
             Key::new("logits", "source", "sm_90, NVRTC 13001"),
+            Key::new("logits", "source", "sm_90, NVRTC 13000 --use_fast_math"),
         ] {
             assert!(used(place, &other, b"").1);
         }
-        assert_eq!(folder.files().len(), 4);
+        assert_eq!(folder.files().len(), 5);
         let error = cached(None, &key, || Err("no compiler".into()), |_| Ok(()));
         assert_eq!(error, Err("no compiler".into()));
     }
@@ -183,6 +210,38 @@ mod tests {
         assert!(used(Some(&folder.0), &key, b"").1);
         assert!(used(Some(Path::new("/proc/none/of/these")), &key, b"").1);
         std::fs::remove_file(&folder.0).unwrap();
+    }
+
+    #[test]
+    fn a_folder_or_a_file_that_others_may_write_to_or_own_is_neither_read_nor_written() {
+        let folder = Folder::new("shared");
+        let place = Some(folder.0.as_path());
+        let key = Key::new("rotary", "source", "sm_90");
+        let allow = |path: &Path, mode: u32| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        used(place, &key, b"");
+        let file = folder.files().remove(0);
+        assert_eq!([&folder.0, &file].map(|path| std::fs::metadata(path).unwrap().mode() & 0o777), [0o700, 0o600]);
+        assert!(!used(place, &key, b"").1);
+        // A file that others may write to is replaced by one of the user's own.
+        allow(&file, 0o666);
+        assert!(used(place, &key, b"").1 && !used(place, &key, b"").1);
+        for mode in [0o770, 0o707] {
+            allow(&folder.0, mode);
+            assert!(used(place, &key, b"").1, "{mode:o}");
+            let other = Key::new("rotary", "another source", "sm_90");
+            assert!(used(place, &other, b"").1 && used(place, &other, b"").1, "{mode:o}");
+        }
+        assert_eq!(folder.files().len(), 1);
+        // Nor through a link to a folder, whoever made it.
+        allow(&folder.0, 0o700);
+        let link = Folder::new("link");
+        std::os::unix::fs::symlink(&folder.0, &link.0).unwrap();
+        assert!(used(Some(&link.0), &key, b"").1);
+        std::fs::remove_file(&link.0).unwrap();
+        // A folder of another user; only root can make one.
+        if std::os::unix::fs::chown(&folder.0, Some(12345), None).is_ok() {
+            assert!(used(place, &key, b"").1);
+        }
     }
 
     #[test]

@@ -1,8 +1,12 @@
 //! Kernels against libtorch's operations, by numbers: before they are used on a GPU, and in tests.
 
-use super::{CachedRows, GatedActivation, attention_of_step, emulate_gpu_kernels, gated, logits_sample_on_device};
+use super::{
+    CachePlaces, CachedRows, GatedActivation, ThreadOrder, attention_of_step, emulate, gated, gated_halves,
+    limit_blocks, logits_sample_on_device, rotate_cached, sum_norm,
+};
 use crate::{
-    AdamW, BlockedMoment, Norm, adamw_blocked, adamw_rounded, logits_gradient, logits_stats, norm, residual, rotate,
+    AdamW, BlockedMoment, NestedScales, Norm, Quantized, adamw_blocked, adamw_rounded, dequantize, logits_gradient,
+    logits_stats, norm, quantized_linear, residual, rotate,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -14,7 +18,8 @@ const ROUNDING: f64 = 1.0 / 256.0;
 
 type Checked = Result<(), String>;
 
-/// Compares every kernel with libtorch's operations on small tensors of `device`; on the processor the kernels are emulated meanwhile.
+/// Compares every kernel with libtorch's operations on tensors of `device`: small ones, with sizes and addresses that packs divide and that
+/// they do not, then those by which every loop of a kernel has a second round. On the processor the kernels are emulated meanwhile.
 ///
 /// # Errors
 /// The first kernel whose numbers differ by more than rounding.
@@ -22,41 +27,45 @@ type Checked = Result<(), String>;
 /// # Panics
 /// If a kernel cannot be started.
 pub fn check_gpu_kernels(device: Device) -> Result<(), String> {
-    let check = Check { device };
-    for kind in [Kind::Float, Kind::BFloat16] {
-        // With packs of numbers, and one by one.
-        for vocab in [1000, 1003] {
-            check.logits(kind, vocab)?;
-        }
-        for (head_dim, half, parts) in [(64, 32, 1), (16, 4, 2), (20, 3, 1)] {
-            check.rotary(kind, [head_dim, half, parts])?;
-        }
-        for width in [96, 301] {
-            check.residual(kind, width)?;
-            check.gated(kind, width)?;
-        }
-        check.norms(kind, 301)?;
-        check.sampling(kind)?;
-        check.attention(kind, [4, 2, 16], None)?;
-        check.attention(kind, [7, 1, 64], Some(100))?;
-    }
-    check.rounded_steps()?;
-    check.blocked_steps()
+    let check = Check { device, order: ThreadOrder::UpAndDown, is_apart: false, most_blocks: 0 };
+    check.small(&[Kind::Float, Kind::BFloat16])?;
+    Check { is_apart: true, most_blocks: 2, ..check }.small(&[Kind::BFloat16])?;
+    check.large()
+}
+
+/// As [`check_gpu_kernels`], small tensors alone, by emulated kernels whose threads run in this order: a barrier that is missing shows in some
+/// order.
+///
+/// # Errors
+/// As [`check_gpu_kernels`].
+///
+/// # Panics
+/// As [`check_gpu_kernels`].
+pub fn check_gpu_kernels_in(order: ThreadOrder) -> Result<(), String> {
+    Check { device: Device::Cpu, order, is_apart: true, most_blocks: 2 }.small(&[Kind::BFloat16])
 }
 
 #[derive(Clone, Copy)]
 struct Check {
     device: Device,
+    order: ThreadOrder,
+    /// Whether tensors begin between multiples of 16 bytes.
+    is_apart: bool,
+    /// Number of blocks that do the work which is divided over blocks, at most; 0: as many as are good.
+    most_blocks: i64,
 }
 
-/// Ends the emulation, also if a kernel panics.
-struct Emulation(bool);
+/// Ends the emulation and the limit of blocks, also if a kernel panics.
+struct Started {
+    is_emulated: bool,
+}
 
-impl Drop for Emulation {
+impl Drop for Started {
     fn drop(&mut self) {
-        if self.0 {
-            emulate_gpu_kernels(false);
+        if self.is_emulated {
+            emulate(None);
         }
+        limit_blocks(0);
     }
 }
 
@@ -88,13 +97,87 @@ impl Check {
         x.to_kind(kind).to_device(self.device)
     }
 
+    /// The tolerance of numbers that another kernel computes in the same way: none on the processor; a GPU's compiler may fuse other
+    /// multiply-adds.
+    fn same(self, kind: Kind) -> [f64; 2] {
+        if self.device == Device::Cpu { [0.0, 0.0] } else { tolerance(kind) }
+    }
+
+    /// A copy of `x` on the device.
+    fn placed(self, x: &Tensor) -> Tensor {
+        let x = x.to_device(self.device);
+        if !self.is_apart {
+            return x.copy();
+        }
+        let count = x.numel() as i64;
+        let mut apart =
+            Tensor::zeros([count + 1], (x.kind(), self.device)).narrow(0, 1, count).view(x.size().as_slice());
+        apart.copy_(&x);
+        apart
+    }
+
     /// The result of `work`, computed by the kernels.
     fn kernels<T>(self, work: impl FnOnce() -> T) -> T {
-        let _emulation = Emulation(self.device == Device::Cpu);
+        let _started = Started { is_emulated: self.device == Device::Cpu };
+        limit_blocks(self.most_blocks);
         if self.device == Device::Cpu {
-            emulate_gpu_kernels(true);
+            emulate(Some(self.order));
         }
         work()
+    }
+
+    fn small(self, kinds: &[Kind]) -> Checked {
+        for &kind in kinds {
+            // With packs of numbers, and one by one.
+            for vocab in [1000, 1003] {
+                self.logits(kind, vocab)?;
+            }
+            for (head_dim, half, parts) in [(64, 32, 1), (16, 4, 2), (20, 3, 1)] {
+                self.rotary(kind, [head_dim, half, parts])?;
+                self.cached(kind, [head_dim, half])?;
+            }
+            self.cached(kind, [16, 0])?;
+            for width in [96, 301] {
+                self.residual(kind, width)?;
+                self.gated(kind, [3, width])?;
+                self.halves(kind, [3, width])?;
+            }
+            self.norms(kind, 301)?;
+            self.sums(kind, 301)?;
+            self.quantized(kind, [37, 96], 1)?;
+            self.quantized(kind, [5, 128], 3)?;
+            self.sampling(kind, 2000)?;
+            self.attention(kind, [4, 2, 16], None)?;
+            self.attention(kind, [7, 1, 64], Some(100))?;
+        }
+        self.rounded_steps(2051)?;
+        self.blocked_steps()
+    }
+
+    fn large(self) -> Checked {
+        // A vocabulary that packs divide, and one that they do not.
+        for (kind, other, vocab) in [(Kind::BFloat16, Kind::Float, 151_936), (Kind::Float, Kind::BFloat16, 50_257)] {
+            self.logits(kind, vocab)?;
+            self.logits(other, vocab)?;
+            self.sampling(kind, vocab)?;
+        }
+        // The most heads of a group and dimensions of a head, and a window over several parts.
+        self.attention(Kind::BFloat16, [16, 1, 256], None)?;
+        self.attention(Kind::Float, [8, 2, 128], Some(200))?;
+        self.sums(Kind::BFloat16, 2048)?;
+        let few = Self { most_blocks: 2, ..self };
+        for kind in [Kind::Float, Kind::BFloat16] {
+            // More numbers than two blocks have threads, in packs too.
+            few.residual(kind, 4096)?;
+            few.gated(kind, [3, 4096])?;
+            few.halves(kind, [5, 6144])?;
+            few.rotary(kind, [256, 128, 1])?;
+            few.cached(kind, [256, 128])?;
+            // More packs of inputs than a warp has lanes, rows of two blocks, and a last pack of outputs that is not whole.
+            self.quantized(kind, [66, 1056], 8)?;
+            self.quantized(kind, [66, 1056], 1)?;
+        }
+        few.rounded_steps(20_003)
     }
 
     fn logits(self, kind: Kind, vocab: i64) -> Checked {
@@ -116,7 +199,7 @@ impl Check {
         let expected = all.grad() / temperature;
 
         let (ids, [slopes, turns]) = (ids.to_device(self.device), [slopes, turns].map(|x| x.to_device(self.device)));
-        let mut logits = given.to_device(self.device).copy();
+        let mut logits = self.placed(&given);
         let stats = self.kernels(|| logits_stats(&logits, temperature, &ids, true));
         let numbers = [CLOSE, CLOSE];
         expect_close(&what("log-probabilities"), &stats.logprobs, &of_ids, numbers)?;
@@ -127,13 +210,16 @@ impl Check {
         expect_close(&what("gradient"), &logits, &expected, tolerance(kind))
     }
 
-    fn sampling(self, kind: Kind) -> Checked {
-        let (rows, vocab, temperature) = (4, 2000, 0.9);
+    fn sampling(self, kind: Kind, vocab: i64) -> Checked {
+        let temperature = 0.9;
+        // Of a large vocabulary fewer, which take the emulation long.
+        let draws = if vocab > 10_000 { vec![0.3f64] } else { vec![0.0, 0.3, 0.77, 0.999_999_9] };
+        let rows = draws.len() as i64;
         let given = (waves(&[rows, vocab], 1.37) * 6.0).to_kind(kind);
-        let draws = Tensor::from_slice(&[0.0f64, 0.3, 0.77, 0.999_999_9]);
+        let draws = Tensor::from_slice(&draws);
         let logprobs = (given.to_kind(Kind::Double) / temperature).log_softmax(-1, Kind::Double);
         let cumulative = logprobs.exp().cumsum(-1, Kind::Double);
-        let logits = given.to_device(self.device);
+        let logits = self.placed(&given);
         for draws in [Some(&draws), None] {
             let on_device = draws.map(|draws| draws.to_device(self.device));
             let (tokens, found) = self.kernels(|| logits_sample_on_device(&logits, temperature, on_device.as_ref()));
@@ -173,7 +259,8 @@ impl Check {
             (scores * scale).softmax(-1, Kind::Double).matmul(&part(&values)).squeeze_dim(1)
         };
         let expected = Tensor::stack(&lens.iter().enumerate().map(of_row).collect::<Vec<_>>(), 0);
-        let [q, keys, values] = [&q, &keys, &values].map(|x| x.to_device(self.device));
+        // Keys are read in packs always: a cache begins where libtorch allocates it.
+        let (q, values, keys) = (self.placed(&q), self.placed(&values), keys.to_device(self.device));
         let lengths = Tensor::from_slice(&lens).to_device(self.device);
         let cached = CachedRows { keys: &keys, values: &values, lengths: &lengths, capacity, longest: 310 };
         let found = self.kernels(|| attention_of_step(&q, cached, window, scale));
@@ -197,8 +284,8 @@ impl Check {
         (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
         for out in [Kind::Float, Kind::BFloat16] {
             let what = format!("rotary positions of {head_dim} dimensions, {kind:?} to {out:?}");
-            let x = given.to_device(self.device).copy().set_requires_grad(true);
-            let (cos, sin) = (cos.to_device(self.device), sin.to_device(self.device));
+            let x = self.placed(&given).set_requires_grad(true);
+            let (cos, sin) = (self.placed(&cos), self.placed(&sin));
             self.kernels(|| {
                 let found = rotate(&x, (&cos, &sin), parts, out);
                 expect_close(&what, &found.detach(), &expected.detach(), tolerance(out))?;
@@ -229,7 +316,7 @@ impl Check {
                 x.rms_norm([width], Some(&factors), eps)
             };
             (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
-            let on = |x: &Tensor| self.on(x, Kind::Float).copy().set_requires_grad(true);
+            let on = |x: &Tensor| self.placed(x).set_requires_grad(true);
             let [found_x, found_w, found_b] = [&given, &weight, &bias].map(on);
             self.kernels(|| {
                 let bias = has_bias.then_some(&found_b);
@@ -255,17 +342,17 @@ impl Check {
         for second in [None, Some(&b)] {
             let sum = x.to_kind(Kind::Double) + &a;
             let expected = second.map_or_else(|| sum.shallow_clone(), |b| &sum + b);
-            let on_device = second.map(|b| b.to_device(self.device));
-            let (x, a) = (x.to_device(self.device), a.to_device(self.device));
+            let on_device = second.map(|b| self.placed(b));
+            let (x, a) = (self.placed(&x), self.placed(&a));
             let found = self.kernels(|| residual(&x, &a, on_device.as_ref()));
             expect_close(&format!("residual sum with {kind:?}"), &found, &expected, [CLOSE, 0.0])?;
         }
         Ok(())
     }
 
-    fn gated(self, kind: Kind, width: i64) -> Checked {
+    fn gated(self, kind: Kind, shape: [i64; 2]) -> Checked {
         use GatedActivation::{Gelu, GeluTanh, Relu, Silu};
-        let shape = [3, width];
+        let width = shape[1];
         let [gate, up, slopes] = [0.4, 0.5, 0.6].map(|frequency| (waves(&shape, frequency) * 3.0).to_kind(kind));
         for activation in [Gelu, GeluTanh, Silu, Relu] {
             for with_up in [true, false] {
@@ -279,7 +366,7 @@ impl Check {
                 };
                 let expected = if with_up { active * &u } else { active };
                 (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
-                let on = |x: &Tensor| x.to_device(self.device).copy().set_requires_grad(true);
+                let on = |x: &Tensor| self.placed(x).set_requires_grad(true);
                 let [found_g, found_u] = [&gate, &up].map(on);
                 self.kernels(|| {
                     let found = gated(&found_g, with_up.then_some(&found_u), activation);
@@ -296,9 +383,142 @@ impl Check {
         Ok(())
     }
 
+    /// The halves of a row as gate and up have the numbers of two tensors.
+    fn halves(self, kind: Kind, shape: [i64; 2]) -> Checked {
+        let [rows, width] = shape;
+        let both = (waves(&[rows, 2 * width], 0.45) * 3.0).to_kind(kind);
+        let slopes = self.placed(&waves(&shape, 0.6).to_kind(kind));
+        let what = format!("gated halves in {kind:?}, {rows} rows of {width}");
+        let leaf = |x: &Tensor| self.placed(x).set_requires_grad(true);
+        let (found_both, gate, up) = (
+            leaf(&both),
+            leaf(&both.narrow(1, 0, width).contiguous()),
+            leaf(&both.narrow(1, width, width).contiguous()),
+        );
+        self.kernels(|| {
+            let found = gated_halves(&found_both, GatedActivation::Silu);
+            let expected = gated(&gate, Some(&up), GatedActivation::Silu);
+            expect_close(&what, &found.detach(), &expected.detach(), self.same(kind))?;
+            crate::backward(&found, &slopes);
+            crate::backward(&expected, &slopes);
+            let expected = Tensor::cat(&[gate.grad(), up.grad()], 1);
+            expect_close(&format!("{what}: gradient"), &found_both.grad(), &expected, self.same(kind))
+        })
+    }
+
+    /// A residual sum with its norm has the numbers of both alone, and their gradients.
+    fn sums(self, kind: Kind, width: i64) -> Checked {
+        let (shape, eps) = ([5, width], 1e-5);
+        let x = waves(&shape, 0.77) * 2.0 + 0.3;
+        let [first, second] = [0.5, 0.6].map(|frequency| waves(&shape, frequency).to_kind(kind));
+        let (weight, bias) = (waves(&[width], 0.21) + 1.0, waves(&[width], 0.33));
+        let slopes = self.placed(&waves(&shape, 0.39).to_kind(kind));
+        let of_sums = self.placed(&waves(&shape, 0.29));
+        for (center, offset, is_whole) in [(false, 1.0, false), (true, 0.0, true)] {
+            let what =
+                |name: &str| format!("{name} of a sum and its norm in {kind:?}, width {width}, centred {center}");
+            let options = Norm { eps, center, offset };
+            let leaves = || [&x, &first, &second, &weight, &bias].map(|x| self.placed(x).set_requires_grad(true));
+            let (found, expected) = (leaves(), leaves());
+            let learn = |sum: &Tensor, normed: &Tensor| {
+                ((sum * &of_sums).sum(Kind::Float) + (normed * &slopes).sum(Kind::Float)).backward();
+            };
+            self.kernels(|| {
+                let [x, a, b, w, c] = &found;
+                let (sum, normed) = sum_norm(options, x, (a, is_whole.then_some(b)), w, is_whole.then_some(c));
+                let [x, a, b, w, c] = &expected;
+                let sum_alone = residual(x, a, is_whole.then_some(b));
+                let alone = norm(options, &sum_alone, w, is_whole.then_some(c), kind);
+                expect_close(&what("residual stream"), &sum.detach(), &sum_alone.detach(), self.same(kind))?;
+                expect_close(&what("output"), &normed.detach(), &alone.detach(), self.same(kind))?;
+                learn(&sum, &normed);
+                learn(&sum_alone, &alone);
+                Ok::<(), String>(())
+            })?;
+            let names = ["x", "a branch", "the other branch", "the weight", "the bias"];
+            for ((name, found), expected) in names.into_iter().zip(&found).zip(&expected) {
+                if expected.grad().defined() {
+                    let close = [CLOSE, if expected.kind() == Kind::BFloat16 { ROUNDING } else { CLOSE }];
+                    expect_close(&what(&format!("gradient of {name}")), &found.grad(), &expected.grad(), close)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Keys and values of a step lie in the cache as a rotation and copies put them there; the rest of the cache stays.
+    fn cached(self, kind: Kind, [head_dim, half]: [i64; 2]) -> Checked {
+        let (rows, heads, kv_heads, capacity) = (3, 4, 2, 5);
+        let what = |name: &str| format!("{name} of a step in {kind:?}, {half} angles of {head_dim} dimensions");
+        let width = (heads + 2 * kv_heads) * head_dim;
+        // Of one product, or, where queries, keys and values of a head lie side by side, of several.
+        let all = self.placed(&(waves(&[rows, width], 0.61) * 2.0).to_kind(kind));
+        let part =
+            |from: i64, count: i64| all.narrow(1, from * head_dim, count * head_dim).view([rows, count, head_dim]);
+        let separate = [part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)];
+        let side_by_side = self.placed(&waves(&[rows, kv_heads, 3, head_dim], 0.47).to_kind(kind)).unbind(2);
+        let angles = waves(&[rows, half], 0.9) * 3.0;
+        let turns = (self.placed(&angles.cos()), self.placed(&angles.sin()));
+        let places = Tensor::from_slice(&[3i64, 5, 14]).to_device(self.device);
+        for qkv in [separate.each_ref(), [&side_by_side[0], &side_by_side[1], &side_by_side[2]]] {
+            let mut caches = [0.11, 0.13]
+                .map(|frequency| self.placed(&waves(&[rows * capacity, kv_heads * head_dim], frequency).to_kind(kind)));
+            let [q, k, v] = qkv;
+            let expected_caches = caches.each_ref().map(Tensor::copy);
+            let (found, queries) = self.kernels(|| {
+                let turned = |x: &Tensor| match half {
+                    0 => x.shallow_clone(),
+                    _ => rotate(&x.unsqueeze(2), (&turns.0, &turns.1), 1, kind).squeeze_dim(2),
+                };
+                for (cache, new) in expected_caches.iter().zip([turned(k), v.shallow_clone()]) {
+                    let _ = cache.shallow_clone().index_copy_(0, &places, &new.flatten(1, -1));
+                }
+                let [keys, values] = &mut caches;
+                let angles = (half > 0).then_some(&turns);
+                (rotate_cached(qkv, angles, CachePlaces { keys, values, places: &places }), turned(q))
+            });
+            expect_close(&what("queries"), &found, &queries, self.same(kind))?;
+            for (name, (found, expected)) in ["keys", "values"].into_iter().zip(caches.iter().zip(&expected_caches)) {
+                expect_close(&what(name), found, expected, self.same(kind))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Products of few rows with a weight in four bits, with scales and with scales that are quantized too.
+    fn quantized(self, kind: Kind, [width_out, width_in]: [i64; 2], rows: i64) -> Checked {
+        let (count, block, nested_block) = (width_out * width_in, 32, 16);
+        let blocks = count / block;
+        let number = |of: i64, factor: i64, modulus: i64| {
+            (Tensor::arange(of, (Kind::Int64, Device::Cpu)) * factor).remainder(modulus).to_kind(Kind::Uint8)
+        };
+        let codes = number(count / 2, 97, 256).to_device(self.device);
+        let map = Tensor::linspace(-1.0, 1.0, 16, (Kind::Float, Device::Cpu)).to_device(self.device);
+        let nested_map = Tensor::linspace(-1.0, 1.0, 256, (Kind::Float, Device::Cpu)).to_device(self.device);
+        let scales = self.placed(&(waves(&[blocks], 0.7) * 0.02 + 0.05));
+        let codes_of_scales = number(blocks, 61, 256).to_device(self.device);
+        let nested_scales = self.placed(&(waves(&[(blocks + nested_block - 1) / nested_block], 0.9).abs() * 0.02));
+        let x = self.placed(&waves(&[rows, width_in], 0.37).to_kind(kind));
+        let bias = self.placed(&waves(&[width_out], 0.83).to_kind(kind));
+        let nested = NestedScales { map: &nested_map, scales: &nested_scales, block: nested_block, offset: 0.03 };
+        for (scales, nested) in [(&scales, None), (&codes_of_scales, Some(nested))] {
+            let weight =
+                Quantized { widths: [width_out, width_in], codes: &codes, map: Some(&map), scales, block, nested };
+            let values = dequantize(&weight, Kind::Float, true).to_kind(Kind::Double);
+            let what = format!("{rows} rows of {width_in} by a weight in four bits, {kind:?}, {width_out} outputs");
+            for bias in [None, Some(&bias)] {
+                let expected = x.to_kind(Kind::Double).matmul(&values.tr());
+                let expected = bias.map_or_else(|| expected.shallow_clone(), |bias| &expected + bias);
+                let found = self.kernels(|| quantized_linear(&x, &weight, bias, None, kind));
+                expect_close(&what, &found, &expected, tolerance(kind))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Steps in bf16 are those of the processor's kernel, but for rare numbers that a fused multiply-add rounds otherwise.
-    fn rounded_steps(self) -> Checked {
-        let (count, keys) = (2051, [5u64, 1 << 63, 77]);
+    fn rounded_steps(self, count: i64) -> Checked {
+        let keys = [5u64, 1 << 63, 77];
         let tensors = [0.2, 0.3, 0.4, 0.5].map(|frequency| waves(&[count], frequency));
         let [param, grad, first, second] = tensors;
         let all = [param, first, second.abs()].map(|x| x.to_kind(Kind::BFloat16));
@@ -308,7 +528,7 @@ impl Check {
         };
         let mut expected = all.each_ref().map(Tensor::copy);
         step(&mut expected, &grad)?;
-        let mut found = all.each_ref().map(|x| x.to_device(self.device).copy());
+        let mut found = all.each_ref().map(|x| self.placed(x));
         self.kernels(|| step(&mut found, &grad.to_device(self.device)))?;
         for ((name, found), expected) in
             ["parameter", "first moment", "second moment"].iter().zip(&found).zip(&expected)

@@ -1,7 +1,9 @@
 //! Divergence between the next-token distributions of a student and of its teacher, with its gradient: logits of both models are held a slice of
 //! tokens at a time, and the gradient replaces those of the student.
 
-use super::{Distributions, LmHead, SliceKernels, entropy_of, joined, rows_of, uses_kernels, with_rounded_rows};
+use super::{
+    Distributions, LmHead, LogitsUse, SliceKernels, entropy_of, joined, rows_of, uses_kernels, with_rounded_rows,
+};
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
@@ -160,6 +162,14 @@ impl LmHead {
         }
     }
 
+    /// Ranges of rows whose logits of both models may be held at once.
+    fn slices_of_both(&self, teacher: &Self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        let own = self.vocab_size();
+        // On a CPU they are those of the student alone.
+        let vocab = if self.linear.held().device().is_cuda() { own.max(teacher.vocab_size()) } else { own };
+        self.slices_for(rows, vocab, LogitsUse::DIVERGENCE)
+    }
+
     /// Divergences in the place of the tokens `ids` `[M]` at the hidden states of both models, without a gradient.
     pub(in crate::model) fn divergences(
         &self,
@@ -173,7 +183,8 @@ impl LmHead {
             let others = teacher.0.head.plain_logits(&rows_of(teacher.1, &range));
             divergence.of(&own, &others, &rows_of(ids, &range), false).0
         };
-        let parts: Vec<TokenDivergences> = tch::no_grad(|| self.slices(hidden.size()[0]).map(slice).collect());
+        let slices = self.slices_of_both(&teacher.0.head, hidden.size()[0]);
+        let parts: Vec<TokenDivergences> = tch::no_grad(|| slices.map(slice).collect());
         TokenDivergences::join(&parts, hidden.device())
     }
 
@@ -190,7 +201,7 @@ impl LmHead {
         let by_kernels = self.softcap.is_none() && uses_kernels(self.compute, hidden.device());
         let mut kernels = by_kernels.then(|| SliceKernels::new(self));
         let mut parts = Vec::new();
-        for range in self.slices(hidden.size()[0]) {
+        for range in self.slices_of_both(&teacher.0.head, hidden.size()[0]) {
             let (own, mut of_hidden) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
             let (ids, count) = (rows_of(ids, &range), range.end - range.start);
             let others = tch::no_grad(|| teacher.0.head.plain_logits(&rows_of(teacher.1, &range)));
