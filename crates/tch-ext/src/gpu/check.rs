@@ -264,7 +264,7 @@ impl Check {
     }
 
     fn gated(self, kind: Kind, width: i64) -> Checked {
-        use GatedActivation::{Gelu, GeluTanh, Relu, Silu};
+        use GatedActivation::{Gelu, GeluTanh, Relu, Sigmoid, Silu};
         let shape = [3, width];
         let [gate, up, slopes] = [0.4, 0.5, 0.6].map(|frequency| (waves(&shape, frequency) * 3.0).to_kind(kind));
         for activation in [Gelu, GeluTanh, Silu, Relu] {
@@ -276,6 +276,7 @@ impl Check {
                     GeluTanh => g.gelu("tanh"),
                     Silu => g.silu(),
                     Relu => g.relu(),
+                    Sigmoid => g.sigmoid(),
                 };
                 let expected = if with_up { active * &u } else { active };
                 (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
