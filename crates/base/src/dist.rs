@@ -656,7 +656,7 @@ pub fn share(rows: usize, rank: usize, size: usize) -> Range<usize> {
 }
 
 /// [`World::shares_by`] of `size` ranks.
-fn shares_by(weights: &[usize], size: usize) -> Vec<Range<usize>> {
+pub fn shares_by(weights: &[usize], size: usize) -> Vec<Range<usize>> {
     let total: usize = weights.iter().sum();
     let mut ends = vec![0; size];
     let mut before = 0;

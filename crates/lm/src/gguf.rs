@@ -3,6 +3,7 @@
 
 mod blocks;
 mod header;
+mod quantize;
 mod write;
 
 pub use blocks::TensorType;

@@ -3,7 +3,7 @@
 use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::convert::convert;
-use rlhf::gguf::Gguf;
+use rlhf::gguf::{Gguf, TensorType};
 use rlhf::model::{CausalLm, Dtype, ModelOptions};
 use rlhf::settings::{ConvertConfig, GgufType};
 use rlhf::tokenizer::Tokenizer;
@@ -139,7 +139,7 @@ fn weights_of_a_file_are_within_the_rounding_of_its_type() {
                 _ if exact.dim() == 1 => exact.shallow_clone(),
                 GgufType::F16 => exact.to_kind(Kind::Half).to_kind(Kind::Float),
                 GgufType::Bf16 => exact.to_kind(Kind::BFloat16).to_kind(Kind::Float),
-                GgufType::F32 | GgufType::Q8_0 => {
+                GgufType::F32 | GgufType::Q8_0 | GgufType::Q4KM => {
                     // Half a step of a block, and the rounding of its scale to f16.
                     let most = exact.reshape([-1, 32]).abs().amax([1i64].as_slice(), true);
                     let gap = (exact - found).abs().reshape([-1, 32]);
@@ -151,6 +151,38 @@ fn weights_of_a_file_are_within_the_rounding_of_its_type() {
             };
             assert_eq!(&rounded, found, "{name}: {}", param.name);
         }
+    }
+}
+
+#[test]
+fn a_file_of_mostly_four_bits_mixes_types_as_llama_quantize_and_has_numbers_near_its_source() {
+    let scratch = tempfile::tempdir().unwrap();
+    let [folder, made, again] = ["folder", "made.gguf", "again"].map(|name| scratch.path().join(name));
+    convert(&ConvertConfig::new(file("k_quants"), &folder)).unwrap();
+    let outtype = GgufType::Q4KM;
+    convert(&ConvertConfig { outtype, ..ConvertConfig::export(&folder, &made) }).unwrap();
+    let written = Gguf::open(&made).unwrap();
+    assert_eq!(written.integer("general.file_type").unwrap(), Some(15));
+    // Of five layers the third and the last have more bits; rows of 32 numbers are no whole blocks of 256.
+    for (name, kind) in [
+        ("blk.0.ffn_down.weight", TensorType::Q4K),
+        ("blk.2.ffn_down.weight", TensorType::Q6K),
+        ("blk.3.ffn_down.weight", TensorType::Q4K),
+        ("blk.4.ffn_down.weight", TensorType::Q6K),
+        ("blk.1.attn_v.weight", TensorType::Q5_0),
+        ("blk.2.attn_v.weight", TensorType::Q8_0),
+        ("blk.2.ffn_up.weight", TensorType::Q5_0),
+        ("token_embd.weight", TensorType::Q8_0),
+        ("blk.0.attn_norm.weight", TensorType::F32),
+    ] {
+        assert_eq!(written.tensors()[name].kind, kind, "{name}");
+    }
+    convert(&ConvertConfig::new(&made, &again)).unwrap();
+    let [source, found] = [&folder, &again].map(|dir| CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap());
+    for (param, found) in source.params().iter().zip(found.params()) {
+        let (exact, found) = (&param.tensor, &found.tensor);
+        let gap = f64::try_from((exact - found).norm() / exact.norm()).unwrap();
+        assert!(gap < if exact.dim() == 1 { 1e-6 } else { 0.12 }, "{}: {gap}", param.name);
     }
 }
 

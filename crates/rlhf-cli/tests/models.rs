@@ -1,5 +1,6 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
+use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, given_golden, golden, model_options, read_json, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, StopStrings, generate};
 use rlhf::model::{
@@ -1164,6 +1165,44 @@ fn the_text_part_of_a_gemma_3_folder_is_read_and_is_saved_as_a_text_model() {
     assert_eq!(read_json(&adapted.path().join("base_model/config.json"))["model_type"], "gemma3_text");
 }
 
+/// Writes the language model in `from` to `dir` as a part of a model of type `whole` with the tensors `others`. Returns whether its head is tied.
+fn write_with_other_parts([from, dir]: [&Path; 2], (whole, others): (&str, [&str; 2])) -> bool {
+    let checkpoint = rlhf::weights::Checkpoint::open(from).unwrap();
+    let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
+    let mut tensors: Named =
+        checkpoint.names().map(|name| (name.replacen("model.", "model.language_model.", 1), read(name))).collect();
+    let image = Tensor::ones([2, 2], (tch::Kind::Float, tch::Device::Cpu));
+    tensors.extend(others.map(|name| (name.to_string(), image.shallow_clone())));
+    rlhf::weights::save(dir, &tensors, usize::MAX).unwrap();
+    let mut text = read_json(&from.join("config.json"));
+    let tied = text.as_object_mut().unwrap().remove("tie_word_embeddings").is_none_or(|tied| tied == json!(true));
+    let config = json!({
+        "architectures": ["ForConditionalGeneration"], "model_type": whole, "tie_word_embeddings": tied,
+        "text_config": text, "vision_config": {},
+    });
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    tied
+}
+
+#[test]
+fn merging_into_a_model_for_text_and_images_says_which_parts_the_merged_model_lacks() {
+    let scratch = Scratch::of_family("llama_untied");
+    let mut config = read_json(&of_models("qwen3_5").join("config.json"));
+    config["vocab_size"] = json!(400);
+    scratch.write("policy/config.json", &config.to_string());
+    let sft = "sft --dataset_name demos.jsonl --max_steps 1 --no_report";
+    scratch.succeeds(&format!("{sft} --config_name policy/config.json --tokenizer_name policy --output_dir base"));
+    scratch.succeeds(&format!(
+        "{sft} --model_name_or_path base --output_dir out --use_peft --lora_target_modules all-linear"
+    ));
+    let (base, others) = (scratch.path("base"), ["model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"]);
+    write_with_other_parts([&base, &base], ("qwen3_5", others));
+    let ran = scratch.run("merge --model_name_or_path out --output_dir merged");
+    let words = "note: it is the language model alone: model.visual.* (1 tensor), mtp.* (1 tensor) stay in the folder of the base";
+    assert!(ran.code == 0 && ran.stderr.contains(words), "{}", ran.stderr);
+    assert_eq!(read_json(&scratch.path("merged/config.json"))["model_type"], "qwen3_5_text");
+}
+
 #[test]
 fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_text_model() {
     // Prefixes of the tensors that are left out: images, and the prediction of several tokens.
@@ -1174,22 +1213,8 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
         ("lfm2_moe", "lfm2_vl", "Lfm2MoeForCausalLM", ["model.vision_tower.x.y", "model.multi_modal_projector.z"]),
         ("gemma4_moe", "gemma4", "Gemma4ForCausalLM", ["model.vision_tower.x.weight", "model.embed_vision.y.weight"]),
     ] {
-        let dir = golden().join("models").join(name);
-        let checkpoint = rlhf::weights::Checkpoint::open(&dir).unwrap();
-        let read = |name: &str| checkpoint.read(name, tch::Device::Cpu, tch::Kind::Float).unwrap();
-        let mut tensors: Named =
-            checkpoint.names().map(|name| (name.replacen("model.", "model.language_model.", 1), read(name))).collect();
-        let image = Tensor::ones([2, 2], (tch::Kind::Float, tch::Device::Cpu));
-        tensors.extend(left_out.map(|name| (name.to_string(), image.shallow_clone())));
-        let whole = tempfile::tempdir().unwrap();
-        rlhf::weights::save(whole.path(), &tensors, usize::MAX).unwrap();
-        let mut text = read_json(&dir.join("config.json"));
-        let tied = text.as_object_mut().unwrap().remove("tie_word_embeddings").is_none_or(|tied| tied == json!(true));
-        let config = json!({
-            "architectures": ["ForConditionalGeneration"], "model_type": whole_name, "tie_word_embeddings": tied,
-            "text_config": text, "vision_config": {},
-        });
-        std::fs::write(whole.path().join("config.json"), config.to_string()).unwrap();
+        let (dir, whole) = (of_models(name), tempfile::tempdir().unwrap());
+        let tied = write_with_other_parts([&dir, whole.path()], (whole_name, left_out));
         let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
         let logits = |dir: &Path| {
             let model = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();

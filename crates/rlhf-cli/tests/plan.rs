@@ -530,6 +530,15 @@ fn a_row_longer_than_the_micro_batch_is_shown_as_such() {
                 --max_tokens_per_micro_batch 8";
     let plan = planned(&scratch, "", line);
     assert_eq!(plan["micro_batch"]["tokens"], plan["micro_batch"]["longest_row"]);
+    // Rows are sorted by their length, so the last rank has the longest.
+    let lens = [1, 1, 1, 1, 1, 9].map(|words| json!({"prompt": "The", "completion": " movie".repeat(words)}));
+    scratch.write("sorted.jsonl", &lens.map(|row| format!("{row}\n")).concat());
+    let of_all =
+        line.replace("long.jsonl", "sorted.jsonl").replace("per_device_train_batch_size 4", "train_batch_size 6");
+    let of = |ranks: usize| {
+        planned(&scratch, &format!("--nproc_per_node {ranks}"), &of_all)["micro_batch"]["tokens"].clone()
+    };
+    assert_eq!(of(2), of(1));
     let table = scratch.succeeds(&format!("plan --calibrate=false {line} --max_steps 1"));
     for words in ["tokens (those of the longest row; at most 8 otherwise)", "KiB a token", "; 1 update: "] {
         assert!(table.contains(words), "no `{words}` in\n{table}");

@@ -40,15 +40,17 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
     let (eos, pad) = (tokenizer.eos_ids(), tokenizer.pad());
     let most = config.max_shard_size.0;
     // The model is in memory before anything is written.
-    let is_rounded;
+    let (is_rounded, left_out);
     let save: Save<'_> = if folder.is_classifier()? {
         let mut model = SequenceClassifier::from_pretrained(dir, None, options)?;
         is_rounded = model.config().stored_kind() != Kind::Float;
+        left_out = model.parts_left_out().map(str::to_string);
         model.merge_rounded();
         Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     } else {
         let mut model = CausalLm::from_pretrained(dir, options)?;
         is_rounded = model.config().stored_kind() != Kind::Float;
+        left_out = model.parts_left_out().map(str::to_string);
         model.merge_rounded();
         Box::new(move |dir| model.save_pretrained_as(dir, eos, pad, most, config.save_dtype))
     };
@@ -58,6 +60,11 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         tokenizer.save_pretrained(dir)
     })?;
     announce(&format!("the merged model is in {}", out.display()));
+    if let Some(parts) = left_out {
+        announce(&format!(
+            "note: it is the language model alone: {parts} stay in the folder of the base, and are not merged or written"
+        ));
+    }
     if is_rounded && config.save_dtype == Dtype::Auto {
         announce(ROUNDED);
     }

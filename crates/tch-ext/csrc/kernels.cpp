@@ -1277,6 +1277,7 @@ void adamw_rounded(const AdamWStep& step, int64_t n, c10::BFloat16* param, const
 }
 
 #include "mixing_kernels.h"
+#include "gated_kernels.h"
 
 #if defined(CPU_CAPABILITY_DEFAULT) && !defined(__aarch64__)
 constexpr bool PLAIN_LOOPS = true;
@@ -1293,7 +1294,8 @@ constexpr KernelsOf<T> kernels_of() {
           dequantize<T>,
           PLAIN_LOOPS ? nullptr : few_rows_quantized<T>,
           sum<T>,
-          {conv_gated<T>, conv_gated_back<T>, conv_silu<T>, conv_silu_back<T>}};
+          {conv_gated<T>, conv_gated_back<T>, conv_silu<T>, conv_silu_back<T>},
+          {gated<T>, gated_back<T>}};
 }
 
 }  // namespace

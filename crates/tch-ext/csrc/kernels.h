@@ -121,6 +121,19 @@ struct Part {
   int64_t col, cols;
 };
 
+// Packed rows that may continue others: row r has the tokens starts[r] to starts[r + 1], after all those of row parents[r], which comes before it; of
+// a row that starts from nothing it is -1. Tree t has the rows trees[t] to trees[t + 1]: one that starts from nothing, and those that continue it.
+struct Branches {
+  const int64_t* starts;
+  const int64_t* parents;
+  const int64_t* slots;  // [rows]: number of a row, in its tree, among those that others continue, or -1
+  int64_t rows;
+  const int64_t* trees;
+  int64_t num_trees;
+
+  int64_t tokens(int64_t row) const { return starts[row + 1] - starts[row]; }
+};
+
 // Convolutions of each channel over the last `kernel` tokens; weights are [width, kernel].
 struct ConvShape {
   int64_t width;
@@ -138,28 +151,44 @@ struct DeltaShape {
 template <typename T>
 struct ConvKernels {
   // out = c * (bias + convolution of b * v), for x = [b, c, v] of `width` channels each; `bias` may be null.
-  void (*gated)(const ConvShape&, Packed, const T* x, const float* weight, const float* bias, T* out);
+  void (*gated)(const ConvShape&, const Branches&, const T* x, const float* weight, const float* bias, T* out);
   // Gradients are added to `d_weight` and `d_bias`; each may be null.
-  void (*gated_back)(const ConvShape&, Packed, const T* x, const float* weight, const float* bias, const T* d_out, T* dx,
-                     float* d_weight, float* d_bias);
+  void (*gated_back)(const ConvShape&, const Branches&, const T* x, const float* weight, const float* bias, const T* d_out,
+                     T* dx, float* d_weight, float* d_bias);
   // out = s * sigmoid(s) of the convolution s of x.
-  void (*silu)(const ConvShape&, Packed, const T* x, const float* weight, float* out);
-  void (*silu_back)(const ConvShape&, Packed, const T* x, const float* weight, const float* d_out, T* dx,
+  void (*silu)(const ConvShape&, const Branches&, const T* x, const float* weight, float* out);
+  void (*silu_back)(const ConvShape&, const Branches&, const T* x, const float* weight, const float* d_out, T* dx,
                     float* d_weight);
 };
 
 // Queries and keys are divided by their lengths, queries also by the root of their width; `g` are the logarithms of decays, and `beta` the
 // strengths, [tokens, value heads] each.
 struct DeltaKernels {
-  // `start` and `end`, which may be null, are the states [rows, value heads, key width, value width] before and after.
-  void (*forward)(const DeltaShape&, Packed, const float* x, const float* g, const float* beta, const float* start,
+  // `start` and `end`, which may be null, are the states [rows, value heads, key width, value width] before and after. Rows that continue others
+  // have no `start`.
+  void (*forward)(const DeltaShape&, const Branches&, const float* x, const float* g, const float* beta, const float* start,
                   float* out, float* end);
   // From states of zeros.
-  void (*backward)(const DeltaShape&, Packed, const float* x, const float* g, const float* beta, const float* d_out,
-                   float* dx, float* d_g, float* d_beta);
+  void (*backward)(const DeltaShape&, const Branches&, const float* x, const float* g, const float* beta,
+                   const float* d_out, float* dx, float* d_g, float* d_beta);
   // One token per row; `active` [rows], which may be null, is 1 for rows whose state changes.
   void (*step)(const DeltaShape&, int64_t rows, const float* x, const float* g, const float* beta, const float* active,
                float* states, float* out);
+};
+
+// Rows of two matrices, whose numbers lie next to each other: activation(gate) * up. Row r of the gates starts at gate + r * gate_row.
+struct GatedShape {
+  int64_t rows, width;
+  int64_t gate_row, up_row;
+  int64_t activation;
+};
+
+template <typename T>
+struct GatedKernels {
+  // `out` is [rows, width].
+  void (*forward)(const GatedShape&, const T* gate, const T* up, T* out);
+  // The gradients of both are [rows, width] too.
+  void (*backward)(const GatedShape&, const T* gate, const T* up, const T* d_out, T* d_gate, T* d_up);
 };
 
 // All kernels for activations of one dtype.
@@ -179,6 +208,7 @@ struct KernelsOf {
   // out = x + a + b, of `n` elements each; `b` may be null, and `out` may be `x`.
   void (*sum)(int64_t n, const float* x, const T* a, const T* b, float* out);
   ConvKernels<T> conv;
+  GatedKernels<T> gated;
 };
 
 // A step of AdamW.

@@ -67,8 +67,48 @@ class LeafGradient {
 
 std::vector<int64_t> all(const int64_t* starts, size_t rows) { return {starts, starts + rows + 1}; }
 
-Packed packed(const std::vector<int64_t>& starts) {
-  return {starts.data(), static_cast<int64_t>(starts.size()) - 1};
+// The rows that others continue; none if `parents` is null.
+std::vector<int64_t> all_parents(const int64_t* parents, size_t rows) {
+  return parents ? std::vector<int64_t>(parents, parents + rows) : std::vector<int64_t>(rows, -1);
+}
+
+// Packed rows with what is derived of them.
+struct Rows {
+  std::vector<int64_t> starts, parents, slots, trees;
+
+  Rows(std::vector<int64_t> all_starts, std::vector<int64_t> all_parents)
+      : starts(std::move(all_starts)), parents(std::move(all_parents)), slots(parents.size(), -1) {
+    const auto rows = static_cast<int64_t>(parents.size());
+    TORCH_CHECK(starts.size() == parents.size() + 1, "packed rows: ", starts.size(), " starts, ", rows, " rows");
+    int64_t used = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      if (parents[r] < 0) {
+        trees.push_back(r);
+        used = 0;
+        continue;
+      }
+      TORCH_CHECK(parents[r] < r && parents[r] >= trees.back(), "packed rows: row ", r, " continues row ", parents[r]);
+      if (int64_t& slot = slots[parents[r]]; slot < 0) slot = used++;
+    }
+    trees.push_back(rows);
+  }
+
+  explicit Rows(std::vector<int64_t> all_starts)
+      : Rows(all_starts, std::vector<int64_t>(all_starts.size() - 1, -1)) {}
+
+  Branches view() const {
+    return {starts.data(), parents.data(), slots.data(), static_cast<int64_t>(parents.size()), trees.data(),
+            static_cast<int64_t>(trees.size()) - 1};
+  }
+};
+
+Rows saved_rows(AutogradContext* ctx) {
+  return {ctx->saved_data["starts"].toIntVector(), ctx->saved_data["parents"].toIntVector()};
+}
+
+void save_rows(AutogradContext* ctx, const Rows& rows) {
+  ctx->saved_data["starts"] = rows.starts;
+  ctx->saved_data["parents"] = rows.parents;
 }
 
 void check_rows(const char* what, const Tensor& x, int64_t width, const std::vector<int64_t>& starts) {
@@ -78,34 +118,34 @@ void check_rows(const char* what, const Tensor& x, int64_t width, const std::vec
 
 struct GatedConv : torch::autograd::Function<GatedConv> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                        const std::vector<int64_t>& starts) {
+                        const Rows* rows) {
     const Tensor input = x.contiguous();
     const Weight used(weight, bias);
-    check_rows("convolution", input, 3 * used.shape.width, starts);
+    check_rows("convolution", input, 3 * used.shape.width, rows->starts);
     const Tensor out = at::empty({input.size(0), used.shape.width}, input.options().requires_grad(false));
-    clear_rest(out, starts.back());
+    clear_rest(out, rows->starts.back());
     for_dtype(input.scalar_type(), "convolution", [&](auto zero) {
       using T = decltype(zero);
-      kernels().of<T>().conv.gated(used.shape, packed(starts), input.const_data_ptr<T>(), floats(used.values),
+      kernels().of<T>().conv.gated(used.shape, rows->view(), input.const_data_ptr<T>(), floats(used.values),
                                    floats(used.bias), out.mutable_data_ptr<T>());
     });
     ctx->save_for_backward({input, weight, bias ? *bias : Tensor()});
-    ctx->saved_data["starts"] = starts;
+    save_rows(ctx, *rows);
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
-    const auto starts = ctx->saved_data["starts"].toIntVector();
+    const Rows rows = saved_rows(ctx);
     const Tensor &x = saved[0], &bias = saved[2], g = grads[0].contiguous();
     const Weight used(saved[1], bias.defined() ? MaybeTensor(bias) : std::nullopt);
     const Tensor dx = at::empty_like(x, x.options().requires_grad(false));
-    clear_rest(dx, starts.back());
+    clear_rest(dx, rows.starts.back());
     const LeafGradient of_weight(saved[1]), of_bias(bias);
     for_dtype(x.scalar_type(), "convolution", [&](auto zero) {
       using T = decltype(zero);
-      kernels().of<T>().conv.gated_back(used.shape, packed(starts), x.const_data_ptr<T>(), floats(used.values),
+      kernels().of<T>().conv.gated_back(used.shape, rows.view(), x.const_data_ptr<T>(), floats(used.values),
                                         floats(used.bias), g.const_data_ptr<T>(), dx.mutable_data_ptr<T>(),
                                         of_weight.data(), of_bias.data());
     });
@@ -116,34 +156,34 @@ struct GatedConv : torch::autograd::Function<GatedConv> {
 };
 
 struct SiluConv : torch::autograd::Function<SiluConv> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& starts) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Rows* rows) {
     const Tensor input = x.contiguous();
     const Weight used(weight, std::nullopt);
-    check_rows("convolution", input, used.shape.width, starts);
+    check_rows("convolution", input, used.shape.width, rows->starts);
     const Tensor out = at::empty(input.sizes(), input.options().dtype(at::kFloat).requires_grad(false));
-    clear_rest(out, starts.back());
+    clear_rest(out, rows->starts.back());
     for_dtype(input.scalar_type(), "convolution", [&](auto zero) {
       using T = decltype(zero);
-      kernels().of<T>().conv.silu(used.shape, packed(starts), input.const_data_ptr<T>(), floats(used.values),
+      kernels().of<T>().conv.silu(used.shape, rows->view(), input.const_data_ptr<T>(), floats(used.values),
                                   out.mutable_data_ptr<float>());
     });
     ctx->save_for_backward({input, weight});
-    ctx->saved_data["starts"] = starts;
+    save_rows(ctx, *rows);
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
-    const auto starts = ctx->saved_data["starts"].toIntVector();
+    const Rows rows = saved_rows(ctx);
     const Tensor &x = saved[0], g = grads[0].contiguous();
     const Weight used(saved[1], std::nullopt);
     const Tensor dx = at::empty_like(x, x.options().requires_grad(false));
-    clear_rest(dx, starts.back());
+    clear_rest(dx, rows.starts.back());
     const LeafGradient of_weight(saved[1]);
     for_dtype(x.scalar_type(), "convolution", [&](auto zero) {
       using T = decltype(zero);
-      kernels().of<T>().conv.silu_back(used.shape, packed(starts), x.const_data_ptr<T>(), floats(used.values),
+      kernels().of<T>().conv.silu_back(used.shape, rows.view(), x.const_data_ptr<T>(), floats(used.values),
                                        floats(g), dx.mutable_data_ptr<T>(), of_weight.data());
     });
     of_weight.add();
@@ -170,15 +210,15 @@ void check_states(const DeltaShape& s, const Tensor& states, int64_t rows) {
 
 struct DeltaRule : torch::autograd::Function<DeltaRule> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& g, const Tensor& beta,
-                        const DeltaShape* shape, const std::vector<int64_t>& starts) {
+                        const DeltaShape* shape, const Rows* rows) {
     const Tensor input = x.contiguous(), decays = g.contiguous(), strengths = beta.contiguous();
-    check_delta(*shape, input, decays, strengths, starts);
+    check_delta(*shape, input, decays, strengths, rows->starts);
     const Tensor out = at::empty({input.size(0), shape->value_heads * shape->value_dim}, input.options().requires_grad(false));
-    clear_rest(out, starts.back());
-    kernels().delta.forward(*shape, packed(starts), floats(input), floats(decays), floats(strengths), nullptr,
+    clear_rest(out, rows->starts.back());
+    kernels().delta.forward(*shape, rows->view(), floats(input), floats(decays), floats(strengths), nullptr,
                             mutable_floats(out), nullptr);
     ctx->save_for_backward({input, decays, strengths});
-    ctx->saved_data["starts"] = starts;
+    save_rows(ctx, *rows);
     ctx->saved_data["shape"] =
         std::vector<int64_t>{shape->key_heads, shape->value_heads, shape->key_dim, shape->value_dim};
     return out;
@@ -187,15 +227,16 @@ struct DeltaRule : torch::autograd::Function<DeltaRule> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
-    const auto starts = ctx->saved_data["starts"].toIntVector(), sizes = ctx->saved_data["shape"].toIntVector();
+    const auto sizes = ctx->saved_data["shape"].toIntVector();
+    const Rows rows = saved_rows(ctx);
     const DeltaShape shape{sizes[0], sizes[1], sizes[2], sizes[3]};
     const Tensor g = grads[0].contiguous();
     variable_list out;
     for (const Tensor& input : saved) {
       out.push_back(at::empty_like(input, input.options().requires_grad(false)));
-      clear_rest(out.back(), starts.back());
+      clear_rest(out.back(), rows.starts.back());
     }
-    kernels().delta.backward(shape, packed(starts), floats(saved[0]), floats(saved[1]), floats(saved[2]), floats(g),
+    kernels().delta.backward(shape, rows.view(), floats(saved[0]), floats(saved[1]), floats(saved[2]), floats(g),
                              mutable_floats(out[0]), mutable_floats(out[1]), mutable_floats(out[2]));
     return {out[0], out[1], out[2], {}, {}};
   }
@@ -215,19 +256,27 @@ struct tch_ext_delta {
 static DeltaShape shape_of(const tch_ext_delta* d) { return {d->key_heads, d->value_heads, d->key_dim, d->value_dim}; }
 
 char* tch_ext_gated_convolution(Tensor** out, const Tensor* x, const Tensor* weight, const Tensor* bias,
-                                const int64_t* starts, size_t rows) {
-  return guard([&] { *out = new Tensor(GatedConv::apply(*x, *weight, maybe(bias), all(starts, rows))); });
+                                const int64_t* starts, const int64_t* parents, size_t rows) {
+  return guard([&] {
+    const Rows packed(all(starts, rows), all_parents(parents, rows));
+    *out = new Tensor(GatedConv::apply(*x, *weight, maybe(bias), &packed));
+  });
 }
 
-char* tch_ext_silu_convolution(Tensor** out, const Tensor* x, const Tensor* weight, const int64_t* starts, size_t rows) {
-  return guard([&] { *out = new Tensor(SiluConv::apply(*x, *weight, all(starts, rows))); });
+char* tch_ext_silu_convolution(Tensor** out, const Tensor* x, const Tensor* weight, const int64_t* starts,
+                               const int64_t* parents, size_t rows) {
+  return guard([&] {
+    const Rows packed(all(starts, rows), all_parents(parents, rows));
+    *out = new Tensor(SiluConv::apply(*x, *weight, &packed));
+  });
 }
 
 char* tch_ext_delta_rule(Tensor** out, const tch_ext_delta* sizes, const Tensor* x, const Tensor* g, const Tensor* beta,
-                         const int64_t* starts, size_t rows) {
+                         const int64_t* starts, const int64_t* parents, size_t rows) {
   return guard([&] {
     const DeltaShape shape = shape_of(sizes);
-    *out = new Tensor(DeltaRule::apply(*x, *g, *beta, &shape, all(starts, rows)));
+    const Rows packed(all(starts, rows), all_parents(parents, rows));
+    *out = new Tensor(DeltaRule::apply(*x, *g, *beta, &shape, &packed));
   });
 }
 
@@ -237,7 +286,8 @@ char* tch_ext_delta_rule_from(Tensor** out, const tch_ext_delta* sizes, const Te
   return guard([&] {
     at::NoGradGuard no_grad;
     const DeltaShape shape = shape_of(sizes);
-    const auto places = all(starts, rows);
+    const Rows packed(all(starts, rows));
+    const auto& places = packed.starts;
     const Tensor input = x->contiguous(), decays = g->contiguous(), strengths = beta->contiguous();
     check_delta(shape, input, decays, strengths, places);
     const Tensor before = start ? *start : Tensor();
@@ -245,7 +295,7 @@ char* tch_ext_delta_rule_from(Tensor** out, const tch_ext_delta* sizes, const Te
     check_states(shape, *end, static_cast<int64_t>(rows));
     Tensor result = at::empty({input.size(0), shape.value_heads * shape.value_dim}, input.options());
     clear_rest(result, places.back());
-    kernels().delta.forward(shape, packed(places), floats(input), floats(decays), floats(strengths), floats(before),
+    kernels().delta.forward(shape, packed.view(), floats(input), floats(decays), floats(strengths), floats(before),
                             mutable_floats(result), mutable_floats(*end));
     *out = new Tensor(result);
   });

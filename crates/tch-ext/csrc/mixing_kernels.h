@@ -56,10 +56,36 @@ struct Channels {
       : first(task * CHANNELS), count(std::min(CHANNELS, shape.width - first)) {}
 };
 
-int64_t longest(Packed packed) {
+int64_t longest(const Branches& packed) {
   int64_t most = 0;
-  for (int64_t r = 0; r < packed.rows; r++) most = std::max(most, packed.starts[r + 1] - packed.starts[r]);
+  for (int64_t r = 0; r < packed.rows; r++) most = std::max(most, packed.tokens(r));
   return most;
+}
+
+// The token `back` tokens before the first of row `r`, in the rows that it continues; -1 if there is none.
+int64_t token_before(const Branches& packed, int64_t r, int64_t back) {
+  for (int64_t row = packed.parents[r]; row >= 0; row = packed.parents[row]) {
+    if (back <= packed.tokens(row)) return packed.starts[row + 1] - back;
+    back -= packed.tokens(row);
+  }
+  return -1;
+}
+
+// Fills the `pad` rows before those of row `r`: the channels of the tokens that it continues, whose first is at `x`.
+template <typename T>
+void load_before(const Branches& packed, int64_t r, const T* x, int64_t stride, int64_t count, int64_t pad, float* to) {
+  for (int64_t back = 1; back <= pad; back++) {
+    const int64_t token = token_before(packed, r, back);
+    if (token < 0) return;
+    load_row(x + token * stride, to + (pad - back) * CHANNELS, count);
+  }
+}
+
+void add_row(const float* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] += from[i];
+}
+void add_row(const float* from, c10::BFloat16* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = static_cast<c10::BFloat16>(static_cast<float>(to[i]) + from[i]);
 }
 
 // Bias of some channels, or null.
@@ -79,7 +105,7 @@ void round_to(float* x, int64_t count) {
 }
 
 template <typename T>
-void conv_gated(const ConvShape& shape, Packed packed, const T* x, const float* weight, const float* bias, T* out) {
+void conv_gated(const ConvShape& shape, const Branches& packed, const T* x, const float* weight, const float* bias, T* out) {
   const int64_t most = longest(packed), pad = shape.kernel - 1, wide = 3 * shape.width;
   for_each_task(channel_tasks(shape), [&](int64_t task) {
     const Channels of(shape, task);
@@ -90,10 +116,12 @@ void conv_gated(const ConvShape& shape, Packed packed, const T* x, const float* 
     load_taps(weight + of.first * shape.kernel, shape.kernel, of.count, taps);
     const float* own_bias = load_bias(bias, of, kept);
     for (int64_t r = 0; r < packed.rows; r++) {
-      const int64_t start = packed.starts[r], tokens = packed.starts[r + 1] - start;
+      const int64_t start = packed.starts[r], tokens = packed.tokens(r);
       const T* from = x + start * wide + of.first;
       load_channels(from, wide, tokens, of.count, pad, u);
+      load_before(packed, r, x + of.first, wide, of.count, pad, u);
       load_channels(from + 2 * shape.width, wide, tokens, of.count, pad, other);
+      load_before(packed, r, x + of.first + 2 * shape.width, wide, of.count, pad, other);
       for_channels(tokens + pad, [&](int64_t i) { (Vec::loadu(u + i) * Vec::loadu(other + i)).store(u + i); });
       round_to<T>(u, (tokens + pad) * CHANNELS);
       convolve(u, taps, shape.kernel, own_bias, tokens, sum);
@@ -102,6 +130,28 @@ void conv_gated(const ConvShape& shape, Packed packed, const T* x, const float* 
       store_channels(sum, tokens, of.count, out + start * shape.width + of.first, shape.width);
     }
   });
+}
+
+// The gradient `du` [CHANNELS] of the token `back` tokens before the first: as of the others in `convolve_back`.
+void convolve_back_before(const float* ds, const float* taps, int64_t kernel, int64_t tokens, int64_t back, float* du) {
+  clear(du, CHANNELS);
+  for (int64_t k = back; k < kernel && k - back < tokens; k++)
+    for (int64_t c = 0; c < CHANNELS; c += W)
+      at::vec::fmadd(Vec::loadu(ds + (k - back) * CHANNELS + c), Vec::loadu(taps + (kernel - 1 - k) * CHANNELS + c),
+                     Vec::loadu(du + c))
+          .store(du + c);
+}
+
+// Calls f(token, back, du) for each token that row `r` continues and that its convolution reads, with its gradient from this row.
+template <typename F>
+void for_each_before(const Branches& packed, int64_t r, const float* ds, const float* taps, int64_t kernel, const F& f) {
+  alignas(64) float du[CHANNELS];
+  for (int64_t back = 1; back < kernel; back++) {
+    const int64_t token = token_before(packed, r, back);
+    if (token < 0) return;
+    convolve_back_before(ds, taps, kernel, packed.tokens(r), back, du);
+    f(token, back, du);
+  }
 }
 
 // du[t] = sum over k of taps[kernel - 1 - k] * ds[t + k], where `ds` has kernel - 1 rows of zeros behind it; and the gradients of taps and
@@ -141,7 +191,7 @@ void add_taps(const Channels& of, int64_t kernel, const float* d_taps, const flo
 }
 
 template <typename T>
-void conv_gated_back(const ConvShape& shape, Packed packed, const T* x, const float* weight, const float* bias,
+void conv_gated_back(const ConvShape& shape, const Branches& packed, const T* x, const float* weight, const float* bias,
                      const T* d_out, T* dx, float* d_weight, float* d_bias) {
   const int64_t most = longest(packed), pad = shape.kernel - 1, wide = 3 * shape.width, width = shape.width;
   for_each_task(channel_tasks(shape), [&](int64_t task) {
@@ -157,11 +207,13 @@ void conv_gated_back(const ConvShape& shape, Packed packed, const T* x, const fl
     clear(bias_sum, CHANNELS);
     const float* own_bias = load_bias(bias, of, kept);
     for (int64_t r = 0; r < packed.rows; r++) {
-      const int64_t start = packed.starts[r], tokens = packed.starts[r + 1] - start;
+      const int64_t start = packed.starts[r], tokens = packed.tokens(r);
       const T* from = x + start * wide + of.first;
       T* to = dx + start * wide + of.first;
       load_channels(from, wide, tokens, of.count, pad, b);
+      load_before(packed, r, x + of.first, wide, of.count, pad, b);
       load_channels(from + 2 * width, wide, tokens, of.count, pad, v);
+      load_before(packed, r, x + of.first + 2 * width, wide, of.count, pad, v);
       for_channels(tokens + pad, [&](int64_t i) { (Vec::loadu(b + i) * Vec::loadu(v + i)).store(u + i); });
       round_to<T>(u, (tokens + pad) * CHANNELS);
       convolve(u, taps, shape.kernel, own_bias, tokens, sum);
@@ -174,6 +226,16 @@ void conv_gated_back(const ConvShape& shape, Packed packed, const T* x, const fl
       });
       store_channels(sum, tokens, of.count, to + width, wide);
       convolve_back(u, dy, taps, shape.kernel, tokens, sum, d_taps, bias_sum);
+      // The rows that it continues have their own gradients already.
+      for_each_before(packed, r, dy, taps, shape.kernel, [&](int64_t token, int64_t back, const float* du) {
+        alignas(64) float of_b[CHANNELS], of_v[CHANNELS];
+        for (int64_t i = 0; i < CHANNELS; i++) {
+          of_b[i] = du[i] * v[(pad - back) * CHANNELS + i];
+          of_v[i] = du[i] * b[(pad - back) * CHANNELS + i];
+        }
+        add_row(of_b, dx + token * wide + of.first, of.count);
+        add_row(of_v, dx + token * wide + of.first + 2 * width, of.count);
+      });
       for_channels(tokens, [&](int64_t i) {
         const Vec g = Vec::loadu(sum + i);
         (g * Vec::loadu(v + pad * CHANNELS + i)).store(u + i);
@@ -187,7 +249,7 @@ void conv_gated_back(const ConvShape& shape, Packed packed, const T* x, const fl
 }
 
 template <typename T>
-void conv_silu(const ConvShape& shape, Packed packed, const T* x, const float* weight, float* out) {
+void conv_silu(const ConvShape& shape, const Branches& packed, const T* x, const float* weight, float* out) {
   const int64_t most = longest(packed), pad = shape.kernel - 1;
   for_each_task(channel_tasks(shape), [&](int64_t task) {
     const Channels of(shape, task);
@@ -196,8 +258,9 @@ void conv_silu(const ConvShape& shape, Packed packed, const T* x, const float* w
     float *u = scratch.take(rows), *sum = scratch.take(rows), *taps = scratch.take(shape.kernel * CHANNELS);
     load_taps(weight + of.first * shape.kernel, shape.kernel, of.count, taps);
     for (int64_t r = 0; r < packed.rows; r++) {
-      const int64_t start = packed.starts[r], tokens = packed.starts[r + 1] - start;
+      const int64_t start = packed.starts[r], tokens = packed.tokens(r);
       load_channels(x + start * shape.width + of.first, shape.width, tokens, of.count, pad, u);
+      load_before(packed, r, x + of.first, shape.width, of.count, pad, u);
       convolve(u, taps, shape.kernel, nullptr, tokens, sum);
       for_channels(tokens, [&](int64_t i) {
         const Vec s = Vec::loadu(sum + i);
@@ -209,7 +272,7 @@ void conv_silu(const ConvShape& shape, Packed packed, const T* x, const float* w
 }
 
 template <typename T>
-void conv_silu_back(const ConvShape& shape, Packed packed, const T* x, const float* weight, const float* d_out, T* dx,
+void conv_silu_back(const ConvShape& shape, const Branches& packed, const T* x, const float* weight, const float* d_out, T* dx,
                     float* d_weight) {
   const int64_t most = longest(packed), pad = shape.kernel - 1;
   for_each_task(channel_tasks(shape), [&](int64_t task) {
@@ -222,8 +285,9 @@ void conv_silu_back(const ConvShape& shape, Packed packed, const T* x, const flo
     clear(d_taps, taps_size);
     clear(bias_sum, CHANNELS);
     for (int64_t r = 0; r < packed.rows; r++) {
-      const int64_t start = packed.starts[r], tokens = packed.starts[r + 1] - start;
+      const int64_t start = packed.starts[r], tokens = packed.tokens(r);
       load_channels(x + start * shape.width + of.first, shape.width, tokens, of.count, pad, u);
+      load_before(packed, r, x + of.first, shape.width, of.count, pad, u);
       convolve(u, taps, shape.kernel, nullptr, tokens, sum);
       load_channels(d_out + start * shape.width + of.first, shape.width, tokens, of.count, 0, ds);
       for_channels(tokens, [&](int64_t i) {
@@ -231,6 +295,9 @@ void conv_silu_back(const ConvShape& shape, Packed packed, const T* x, const flo
         (Vec::loadu(ds + i) * open * (Vec(1.f) + s * (Vec(1.f) - open))).store(ds + i);
       });
       convolve_back(u, ds, taps, shape.kernel, tokens, sum, d_taps, bias_sum);
+      for_each_before(packed, r, ds, taps, shape.kernel, [&](int64_t token, int64_t, const float* du) {
+        add_row(du, dx + token * shape.width + of.first, of.count);
+      });
       store_channels(sum, tokens, of.count, dx + start * shape.width + of.first, shape.width);
     }
     add_taps(of, shape.kernel, d_taps, bias_sum, d_weight, nullptr);
@@ -428,54 +495,62 @@ struct DeltaPlaces {
   int64_t value(int64_t value_head) const { return 2 * shape.key_heads * shape.key_dim + value_head * shape.value_dim; }
 };
 
-void delta_forward(const DeltaShape& shape, Packed packed, const float* x, const float* g, const float* beta,
+void delta_forward(const DeltaShape& shape, const Branches& packed, const float* x, const float* g, const float* beta,
                    const float* start, float* out, float* end) {
   const int64_t heads = shape.value_heads, wide = padded(shape.value_dim), memory = shape.key_dim * shape.value_dim;
-  for_each_task(packed.rows * shape.key_heads, [&](int64_t task) {
-    const int64_t r = task / shape.key_heads, key_head = task % shape.key_heads;
+  for_each_task(packed.num_trees * shape.key_heads, [&](int64_t task) {
+    const int64_t tree = task / shape.key_heads, key_head = task % shape.key_heads, root = packed.trees[tree];
     const DeltaPlaces at(shape, key_head);
-    const int64_t of_state = shape.key_dim * wide;
-    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), at.group * of_state, DELTA_CHUNK * wide};
+    const int64_t of_state = shape.key_dim * wide, of_row = at.group * of_state;
+    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), (packed.trees[tree + 1] - root) * of_row,
+                    DELTA_CHUNK * wide};
     ChunkKeys keys(scratch.take(ChunkKeys::size(shape.key_dim)), shape.key_dim);
     ChunkHead head(scratch.take(ChunkHead::size(shape.value_dim)), shape.value_dim);
-    float *states = scratch.take(at.group * of_state), *result = scratch.take(DELTA_CHUNK * wide);
-    auto state_of = [&](const float* all, int64_t value_head) {
-      return all ? all + (r * heads + value_head) * memory : nullptr;
-    };
-    for (int64_t i = 0; i < at.group; i++)
-      load_state(state_of(start, key_head * at.group + i), shape.key_dim, shape.value_dim, states + i * of_state);
-    for (int64_t token = packed.starts[r]; token < packed.starts[r + 1]; token += DELTA_CHUNK) {
-      const float* rows = x + token * at.row;
-      keys.load(rows + at.query, rows + at.key, at.row, std::min(DELTA_CHUNK, packed.starts[r + 1] - token));
-      keys.multiply_keys();
-      for (int64_t i = 0; i < at.group; i++) {
-        const int64_t value_head = key_head * at.group + i;
-        float* state = states + i * of_state;
-        head.load(g + token * heads + value_head, beta + token * heads + value_head, heads, keys.tokens);
-        head.matrices(keys);
-        head.corrections(keys, rows + at.value(value_head), at.row, shape.value_dim, state);
-        multiply(keys.tokens, wide, shape.key_dim, {keys.q, keys.padded_width, 1}, state, wide, result, wide, false);
-        for (int64_t t = 0; t < keys.tokens; t++)
-          ChunkHead::scale_row(result + t * wide, head.since[t], result + t * wide, wide);
-        multiply(keys.tokens, wide, keys.tokens, {head.within, DELTA_CHUNK, 1}, head.u, wide, result, wide, true);
-        for (int64_t t = 0; t < keys.tokens; t++)
-          store_row(result + t * wide, out + ((token + t) * heads + value_head) * shape.value_dim, shape.value_dim);
-        head.advance(keys, state, result);
+    float *all = scratch.take((packed.trees[tree + 1] - root) * of_row), *result = scratch.take(DELTA_CHUNK * wide);
+    for (int64_t r = root; r < packed.trees[tree + 1]; r++) {
+      float* states = all + (r - root) * of_row;
+      auto place_of = [&](int64_t i) { return (r * heads + key_head * at.group + i) * memory; };
+      if (packed.parents[r] >= 0)
+        std::memcpy(states, all + (packed.parents[r] - root) * of_row, of_row * sizeof(float));
+      else
+        for (int64_t i = 0; i < at.group; i++)
+          load_state(start ? start + place_of(i) : nullptr, shape.key_dim, shape.value_dim, states + i * of_state);
+      for (int64_t token = packed.starts[r]; token < packed.starts[r + 1]; token += DELTA_CHUNK) {
+        const float* rows = x + token * at.row;
+        keys.load(rows + at.query, rows + at.key, at.row, std::min(DELTA_CHUNK, packed.starts[r + 1] - token));
+        keys.multiply_keys();
+        for (int64_t i = 0; i < at.group; i++) {
+          const int64_t value_head = key_head * at.group + i;
+          float* state = states + i * of_state;
+          head.load(g + token * heads + value_head, beta + token * heads + value_head, heads, keys.tokens);
+          head.matrices(keys);
+          head.corrections(keys, rows + at.value(value_head), at.row, shape.value_dim, state);
+          multiply(keys.tokens, wide, shape.key_dim, {keys.q, keys.padded_width, 1}, state, wide, result, wide, false);
+          for (int64_t t = 0; t < keys.tokens; t++)
+            ChunkHead::scale_row(result + t * wide, head.since[t], result + t * wide, wide);
+          multiply(keys.tokens, wide, keys.tokens, {head.within, DELTA_CHUNK, 1}, head.u, wide, result, wide, true);
+          for (int64_t t = 0; t < keys.tokens; t++)
+            store_row(result + t * wide, out + ((token + t) * heads + value_head) * shape.value_dim, shape.value_dim);
+          head.advance(keys, state, result);
+        }
       }
+      if (end)
+        for (int64_t i = 0; i < at.group; i++)
+          store_state(states + i * of_state, shape.key_dim, shape.value_dim, end + place_of(i));
     }
-    if (end)
-      for (int64_t i = 0; i < at.group; i++)
-        store_state(states + i * of_state, shape.key_dim, shape.value_dim,
-                    end + (r * heads + key_head * at.group + i) * memory);
   });
 }
 
-// [rows, cols] with `stride` to [cols, stride_to].
+// [rows, cols] with `stride` to [cols, stride_to]. A few rows at a time: their cache lines stay, which more rows at a stride that is a power of two
+// would not.
 void transpose_rows(const float* from, int64_t rows, int64_t cols, int64_t stride, float* to, int64_t stride_to) {
-  for (int64_t c = 0; c < cols; c++) {
-    for (int64_t r = 0; r < rows; r++) to[c * stride_to + r] = from[r * stride + c];
-    clear(to + c * stride_to + rows, stride_to - rows);
+  constexpr int64_t FEW = 16;
+  for (int64_t first = 0; first < rows; first += FEW) {
+    const int64_t end = std::min(first + FEW, rows);
+    for (int64_t c = 0; c < cols; c++)
+      for (int64_t r = first; r < end; r++) to[c * stride_to + r] = from[r * stride + c];
   }
+  for (int64_t c = 0; c < cols; c++) clear(to + c * stride_to + rows, stride_to - rows);
 }
 
 float dot_rows(const float* a, const float* b, int64_t width) {
@@ -618,67 +693,124 @@ void unit_rows_back(const ChunkKeys& keys, const float* unit, const float* scale
   }
 }
 
-void delta_backward(const DeltaShape& shape, Packed packed, const float* x, const float* g, const float* beta,
-                    const float* d_out, float* dx, float* d_g, float* d_beta) {
-  const int64_t heads = shape.value_heads, wide = padded(shape.value_dim), of_state = shape.key_dim * wide;
-  const int64_t most_chunks = (longest(packed) + DELTA_CHUNK - 1) / DELTA_CHUNK;
-  for_each_task(packed.rows * shape.key_heads, [&](int64_t task) {
-    const int64_t r = task / shape.key_heads, key_head = task % shape.key_heads;
-    const DeltaPlaces at(shape, key_head);
-    const int64_t first = packed.starts[r], tokens = packed.starts[r + 1] - first;
-    const int64_t chunks = (tokens + DELTA_CHUNK - 1) / DELTA_CHUNK, group = at.group;
-    const int64_t back_size = ChunkBack::size(shape.key_dim, shape.value_dim);
-    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), back_size,
-                    (most_chunks + 1) * group * of_state, group * of_state};
-    ChunkKeys keys(scratch.take(ChunkKeys::size(shape.key_dim)), shape.key_dim);
-    ChunkHead head(scratch.take(ChunkHead::size(shape.value_dim)), shape.value_dim);
-    ChunkBack back(scratch.take(back_size), shape.key_dim, shape.value_dim);
-    float *states = scratch.take((most_chunks + 1) * group * of_state), *d_states = scratch.take(group * of_state);
-    auto load = [&](int64_t chunk, int64_t i) {
-      const int64_t token = first + chunk * DELTA_CHUNK, value_head = key_head * group + i;
-      head.load(g + token * heads + value_head, beta + token * heads + value_head, heads, keys.tokens);
-      head.matrices(keys);
-      head.corrections(keys, x + token * at.row + at.value(value_head), at.row, shape.value_dim,
-                       states + (chunk * group + i) * of_state);
-    };
-    auto load_keys = [&](int64_t chunk) {
-      const float* rows = x + (first + chunk * DELTA_CHUNK) * at.row;
-      keys.load(rows + at.query, rows + at.key, at.row, std::min(DELTA_CHUNK, tokens - chunk * DELTA_CHUNK));
-      keys.multiply_keys();
-    };
-    // The states before each chunk are computed again.
-    clear(states, group * of_state);
-    for (int64_t chunk = 0; chunk + 1 < chunks; chunk++) {
-      load_keys(chunk);
+// The backward pass of the delta rule in the rows of a tree, for the value heads of one key head.
+struct TreeBack {
+  const DeltaShape& shape;
+  const Branches& packed;
+  const DeltaPlaces& at;
+  const float *x, *g, *beta, *d_out;
+  float *dx, *d_g, *d_beta;
+  ChunkKeys& keys;
+  ChunkHead& head;
+  ChunkBack& back;
+  int64_t key_head, wide, of_state, group;
+
+  int64_t chunks(int64_t r) const { return (packed.tokens(r) + DELTA_CHUNK - 1) / DELTA_CHUNK; }
+
+  void load_keys(int64_t r, int64_t chunk) {
+    const int64_t token = packed.starts[r] + chunk * DELTA_CHUNK;
+    const float* rows = x + token * at.row;
+    keys.load(rows + at.query, rows + at.key, at.row, std::min(DELTA_CHUNK, packed.starts[r + 1] - token));
+    keys.multiply_keys();
+  }
+
+  void load_head(int64_t r, int64_t chunk, int64_t i, const float* state) {
+    const int64_t token = packed.starts[r] + chunk * DELTA_CHUNK, value_head = key_head * group + i;
+    const int64_t place = token * shape.value_heads + value_head;
+    head.load(g + place, beta + place, shape.value_heads, keys.tokens);
+    head.matrices(keys);
+    head.corrections(keys, x + token * at.row + at.value(value_head), at.row, shape.value_dim, state);
+  }
+
+  // Computes the states before the chunks of row `r` after the first, and that after chunk `last` - 1, in `states`, whose first are those before the
+  // first.
+  void states_of(int64_t r, int64_t last, float* states) {
+    for (int64_t chunk = 0; chunk < last; chunk++) {
+      load_keys(r, chunk);
       for (int64_t i = 0; i < group; i++) {
-        load(chunk, i);
+        const float* state = states + (chunk * group + i) * of_state;
         float* next = states + ((chunk + 1) * group + i) * of_state;
-        std::memcpy(next, states + (chunk * group + i) * of_state, of_state * sizeof(float));
+        load_head(r, chunk, i, state);
+        std::memcpy(next, state, of_state * sizeof(float));
         head.advance(keys, next, back.other);
       }
     }
-    clear(d_states, group * of_state);
-    for (int64_t chunk = chunks - 1; chunk >= 0; chunk--) {
-      const int64_t token = first + chunk * DELTA_CHUNK;
-      load_keys(chunk);
+  }
+
+  // The backward pass of row `r`, whose states before its chunks are `states`; replaces the gradients of the states after it by those of the states
+  // before it.
+  void row(int64_t r, const float* states, float* d_states) {
+    const int64_t heads = shape.value_heads;
+    for (int64_t chunk = chunks(r) - 1; chunk >= 0; chunk--) {
+      const int64_t token = packed.starts[r] + chunk * DELTA_CHUNK;
+      load_keys(r, chunk);
       clear(back.dq, DELTA_CHUNK * keys.padded_width);
       clear(back.dk, DELTA_CHUNK * keys.padded_width);
       for (int64_t i = 0; i < group; i++) {
-        const int64_t value_head = key_head * group + i;
-        load(chunk, i);
+        const int64_t value_head = key_head * group + i, place = token * heads + value_head;
+        const float* state = states + (chunk * group + i) * of_state;
+        load_head(r, chunk, i, state);
         for (int64_t t = 0; t < keys.tokens; t++) {
           float* row = back.d_out + t * wide;
           load_row(d_out + ((token + t) * heads + value_head) * shape.value_dim, row, shape.value_dim);
           clear(row + shape.value_dim, wide - shape.value_dim);
         }
-        const int64_t place = token * heads + value_head;
-        back.run(keys, head, states + (chunk * group + i) * of_state, d_states + i * of_state,
-                 dx + token * at.row + at.value(value_head), at.row, d_g + place, d_beta + place, heads);
+        back.run(keys, head, state, d_states + i * of_state, dx + token * at.row + at.value(value_head), at.row, d_g + place,
+                 d_beta + place, heads);
       }
       float* rows = dx + token * at.row;
       const float root = 1.f / std::sqrt(static_cast<float>(shape.key_dim));
       unit_rows_back(keys, keys.q, keys.q_scale, root, back.dq, rows + at.query, at.row);
       unit_rows_back(keys, keys.k, keys.k_scale, 1.f, back.dk, rows + at.key, at.row);
+    }
+  }
+};
+
+void delta_backward(const DeltaShape& shape, const Branches& packed, const float* x, const float* g, const float* beta,
+                    const float* d_out, float* dx, float* d_g, float* d_beta) {
+  const int64_t wide = padded(shape.value_dim), of_state = shape.key_dim * wide;
+  const int64_t most_chunks = (longest(packed) + DELTA_CHUNK - 1) / DELTA_CHUNK;
+  for_each_task(packed.num_trees * shape.key_heads, [&](int64_t task) {
+    const int64_t tree = task / shape.key_heads, key_head = task % shape.key_heads;
+    const int64_t root = packed.trees[tree], last = packed.trees[tree + 1];
+    const DeltaPlaces at(shape, key_head);
+    const int64_t of_row = at.group * of_state, back_size = ChunkBack::size(shape.key_dim, shape.value_dim);
+    int64_t slots = 0;
+    for (int64_t r = root; r < last; r++) slots = std::max(slots, packed.slots[r] + 1);
+    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), back_size,
+                    (most_chunks + 1) * of_row, of_row, slots * of_row, slots * of_row};
+    ChunkKeys keys(scratch.take(ChunkKeys::size(shape.key_dim)), shape.key_dim);
+    ChunkHead head(scratch.take(ChunkHead::size(shape.value_dim)), shape.value_dim);
+    ChunkBack back(scratch.take(back_size), shape.key_dim, shape.value_dim);
+    float *states = scratch.take((most_chunks + 1) * of_row), *d_states = scratch.take(of_row);
+    // States after the rows that others continue, and their gradients.
+    float *ends = scratch.take(slots * of_row), *d_ends = scratch.take(slots * of_row);
+    TreeBack pass{shape, packed, at, x, g, beta, d_out, dx, d_g, d_beta, keys, head, back, key_head, wide, of_state, at.group};
+    auto start = [&](int64_t r) {
+      const int64_t parent = packed.parents[r];
+      if (parent < 0) return clear(states, of_row);
+      std::memcpy(states, ends + packed.slots[parent] * of_row, of_row * sizeof(float));
+    };
+    for (int64_t r = root; r < last; r++) {
+      if (packed.slots[r] < 0) continue;
+      start(r);
+      pass.states_of(r, pass.chunks(r), states);
+      std::memcpy(ends + packed.slots[r] * of_row, states + pass.chunks(r) * of_row, of_row * sizeof(float));
+    }
+    clear(d_ends, slots * of_row);
+    for (int64_t r = last - 1; r >= root; r--) {
+      // The states before each chunk are computed again.
+      start(r);
+      pass.states_of(r, pass.chunks(r) - 1, states);
+      if (packed.slots[r] < 0)
+        clear(d_states, of_row);
+      else
+        std::memcpy(d_states, d_ends + packed.slots[r] * of_row, of_row * sizeof(float));
+      pass.row(r, states, d_states);
+      if (const int64_t parent = packed.parents[r]; parent >= 0) {
+        float* sums = d_ends + packed.slots[parent] * of_row;
+        for (int64_t i = 0; i < of_row; i += W) (Vec::loadu(sums + i) + Vec::loadu(d_states + i)).store(sums + i);
+      }
     }
   });
 }

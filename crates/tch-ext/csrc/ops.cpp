@@ -962,22 +962,59 @@ struct SumNorm : torch::autograd::Function<SumNorm> {
   }
 };
 
-// --- Gated MLPs, on a GPU -------------------------------------------------------------------------------------------
+// --- Gates ----------------------------------------------------------------------------------------------------------
+
+// `x` as rows of its last dimension, whose numbers lie next to each other: itself, if it is so, such as half of the columns of a product.
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2 && x.stride(1) == 1) return x;
+  return x.contiguous().view({-1, x.size(-1)});
+}
+
+GatedShape gated_shape(const Tensor& gate, const Tensor& up, int64_t activation) {
+  TORCH_CHECK(gate.is_cpu() && up.is_cpu() && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
+              "gated: gates ", gate.sizes(), " ", gate.scalar_type(), ", up ", up.sizes(), " ", up.scalar_type());
+  return {gate.size(0), gate.size(1), gate.stride(0), up.stride(0), activation};
+}
 
 struct Gated : torch::autograd::Function<Gated> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const MaybeTensor& up, int64_t activation) {
-    const Tensor first = gate.contiguous(), second = up ? up->contiguous() : Tensor();
-    TORCH_CHECK(gpu::takes(first), "gated: no kernels are loaded for ", first.device());
-    ctx->save_for_backward({first, second});
     ctx->saved_data["activation"] = activation;
-    return gpu::gated(first, second, activation);
+    if (gpu::takes(gate)) {
+      const Tensor first = gate.contiguous(), second = up ? up->contiguous() : Tensor();
+      TORCH_CHECK(activation <= 3, "gated: no kernel of a GPU has the activation ", activation);
+      ctx->save_for_backward({first, second});
+      return gpu::gated(first, second, activation);
+    }
+    TORCH_CHECK(up && gate.dim() > 0, "gated: no kernel has the activation alone on ", gate.device());
+    const Tensor first = as_rows(gate), second = as_rows(*up);
+    const GatedShape shape = gated_shape(first, second, activation);
+    const Tensor out = at::empty(gate.sizes(), gate.options().requires_grad(false));
+    for_dtype(out.scalar_type(), "gated", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().gated.forward(shape, first.const_data_ptr<T>(), second.const_data_ptr<T>(),
+                                      out.mutable_data_ptr<T>());
+    });
+    ctx->save_for_backward({first, second});
+    return out;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     at::NoGradGuard no_grad;
     const auto saved = ctx->get_saved_variables();
-    const auto [of_gate, of_up] =
-        gpu::gated_gradient(saved[0], saved[1], grads[0].contiguous(), ctx->saved_data["activation"].toInt());
+    const int64_t activation = ctx->saved_data["activation"].toInt();
+    const Tensor &gate = saved[0], &up = saved[1], g = grads[0].contiguous();
+    if (gpu::takes(gate)) {
+      const auto [of_gate, of_up] = gpu::gated_gradient(gate, up, g, activation);
+      return {of_gate, of_up, {}};
+    }
+    const GatedShape shape = gated_shape(gate, up, activation);
+    const auto options = g.options().requires_grad(false);
+    const Tensor of_gate = at::empty(g.sizes(), options), of_up = at::empty(g.sizes(), options);
+    for_dtype(g.scalar_type(), "gated", [&](auto zero) {
+      using T = decltype(zero);
+      kernels().of<T>().gated.backward(shape, gate.const_data_ptr<T>(), up.const_data_ptr<T>(), g.const_data_ptr<T>(),
+                                       of_gate.mutable_data_ptr<T>(), of_up.mutable_data_ptr<T>());
+    });
     return {of_gate, of_up, {}};
   }
 };

@@ -267,7 +267,7 @@ pub fn gpu_grid(count: i64, per_block: i64) -> [u32; 2] {
     [blocks, threads]
 }
 
-/// Activation of an MLP.
+/// Activation of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GatedActivation {
     /// x Φ(x).
@@ -278,12 +278,14 @@ pub enum GatedActivation {
     Silu = 2,
     /// max(x, 0).
     Relu = 3,
+    /// σ(x); on a CPU alone.
+    Sigmoid = 4,
 }
 
-/// Returns activation(`gate`) * `up`, or the activation alone, computed in f32 and rounded once. Differentiable in both.
+/// Returns activation(`gate`) * `up`, or on a GPU the activation alone, computed in f32 and rounded once. Differentiable in both.
 ///
 /// # Panics
-/// If there is no kernel ([`has_gpu_kernels`]), or shapes and dtypes differ.
+/// If there is no kernel ([`has_gpu_kernels`], [`has_kernels`](crate::has_kernels)), or shapes and dtypes differ.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: GatedActivation) -> Tensor {
     let up = up.map_or(null(), Tensor::as_ptr);
     // SAFETY: as in `linear`.

@@ -20,6 +20,34 @@ pub struct DeltaSizes {
     pub value_dim: i64,
 }
 
+/// Packed sequences, each of which may continue an earlier one: its state begins with that after the other's last token.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedRows<'a> {
+    /// Offset of each sequence, and the end of the last.
+    pub starts: &'a [i64],
+    /// The number of the sequence that each continues, or -1; `None`: all start from nothing. A sequence that starts from nothing comes before all
+    /// that continue it, directly or not, and these before the next.
+    pub parents: Option<&'a [i64]>,
+}
+
+impl<'a> PackedRows<'a> {
+    /// Sequences that start from nothing.
+    pub fn new(starts: &'a [i64]) -> Self {
+        Self { starts, parents: None }
+    }
+
+    /// The number of sequences, and pointers to both lists.
+    fn parts(&self) -> (usize, *const i64, *const i64) {
+        let rows = count(self.starts);
+        assert!(
+            self.parents.is_none_or(|parents| parents.len() == rows),
+            "expected a parent of each of {rows} sequences, found {:?}",
+            self.parents
+        );
+        (rows, self.starts.as_ptr(), self.parents.map_or(null(), <[i64]>::as_ptr))
+    }
+}
+
 unsafe extern "C" {
     fn tch_ext_gated_convolution(
         out: *mut *mut C_tensor,
@@ -27,6 +55,7 @@ unsafe extern "C" {
         weight: *const C_tensor,
         bias: *const C_tensor,
         starts: *const i64,
+        parents: *const i64,
         rows: usize,
     ) -> *mut c_char;
     fn tch_ext_silu_convolution(
@@ -34,6 +63,7 @@ unsafe extern "C" {
         x: *const C_tensor,
         weight: *const C_tensor,
         starts: *const i64,
+        parents: *const i64,
         rows: usize,
     ) -> *mut c_char;
     fn tch_ext_delta_rule(
@@ -43,6 +73,7 @@ unsafe extern "C" {
         decays: *const C_tensor,
         strengths: *const C_tensor,
         starts: *const i64,
+        parents: *const i64,
         rows: usize,
     ) -> *mut c_char;
     fn tch_ext_delta_rule_from(
@@ -80,16 +111,15 @@ fn count(starts: &[i64]) -> usize {
 /// A gated convolution over each of several packed sequences: of the three parts of `x` `[N, 3 * width]`, f32 or bf16, the first times the third
 /// goes through a convolution of each channel over the last tokens, and its result times the second part is returned, `[N, width]`.
 ///
-/// `weight` is `[width, 1, kernel]` and `bias` `[width]`. `starts` has the offset of each sequence and the end of the last; tokens after it have
-/// the result 0. Differentiable in `x` and in the leaves.
+/// `weight` is `[width, 1, kernel]` and `bias` `[width]`. Tokens after the last sequence have the result 0. Differentiable in `x` and in the leaves.
 ///
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.
-pub fn gated_convolution(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, starts: &[i64]) -> Tensor {
-    let (rows, bias) = (count(starts), bias.map_or(null(), |bias| bias.as_ptr()));
-    // SAFETY: all pointers are to tensors and a slice that this call borrows; the shim checks shapes and dtypes.
+pub fn gated_convolution(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, packed: PackedRows<'_>) -> Tensor {
+    let ((rows, starts, parents), bias) = (packed.parts(), bias.map_or(null(), |bias| bias.as_ptr()));
+    // SAFETY: all pointers are to tensors and slices that this call borrows; the shim checks shapes and dtypes.
     new_tensor(|out| unsafe {
-        tch_ext_gated_convolution(out, x.as_ptr(), weight.as_ptr(), bias, starts.as_ptr(), rows)
+        tch_ext_gated_convolution(out, x.as_ptr(), weight.as_ptr(), bias, starts, parents, rows)
     })
 }
 
@@ -97,30 +127,36 @@ pub fn gated_convolution(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, sta
 ///
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.
-pub fn silu_convolution(x: &Tensor, weight: &Tensor, starts: &[i64]) -> Tensor {
-    let rows = count(starts);
+pub fn silu_convolution(x: &Tensor, weight: &Tensor, packed: PackedRows<'_>) -> Tensor {
+    let (rows, starts, parents) = packed.parts();
     // SAFETY: as in `gated_convolution`.
-    new_tensor(|out| unsafe { tch_ext_silu_convolution(out, x.as_ptr(), weight.as_ptr(), starts.as_ptr(), rows) })
+    new_tensor(|out| unsafe { tch_ext_silu_convolution(out, x.as_ptr(), weight.as_ptr(), starts, parents, rows) })
 }
 
-/// The gated delta rule over each of several packed sequences, from states of zeros; returns `[N, value heads * value width]` f32.
+/// The gated delta rule over each of several packed sequences, from states of zeros; returns `[N, value heads * value width]`
+/// f32.
 ///
 /// `x` `[N, ...]` f32 has the queries of all key heads, then their keys, then the values of all value heads. Queries and keys are divided by their
 /// lengths, queries also by the root of their width. `decays` are logarithms, at most 0, and `strengths` are factors of the corrections, `[N, value
-/// heads]` f32 each. `starts` is as in [`gated_convolution`]. Differentiable in all three.
+/// heads]` f32 each. Tokens after the last sequence have the result 0. Differentiable in all three.
 ///
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.
-pub fn delta_rule(sizes: DeltaSizes, x: &Tensor, decays: &Tensor, strengths: &Tensor, starts: &[i64]) -> Tensor {
-    let rows = count(starts);
+pub fn delta_rule(
+    sizes: DeltaSizes,
+    x: &Tensor,
+    decays: &Tensor,
+    strengths: &Tensor,
+    packed: PackedRows<'_>,
+) -> Tensor {
+    let (rows, starts, parents) = packed.parts();
+    let (decays, strengths) = (decays.as_ptr(), strengths.as_ptr());
     // SAFETY: as in `gated_convolution`.
-    new_tensor(|out| unsafe {
-        tch_ext_delta_rule(out, &sizes, x.as_ptr(), decays.as_ptr(), strengths.as_ptr(), starts.as_ptr(), rows)
-    })
+    new_tensor(|out| unsafe { tch_ext_delta_rule(out, &sizes, x.as_ptr(), decays, strengths, starts, parents, rows) })
 }
 
-/// [`delta_rule`] from the states `start`, or zeros, with the states after each sequence, `[rows, value heads, key width, value width]` f32. Not
-/// differentiable.
+/// [`delta_rule`] of sequences from the states `start`, or zeros, with the states after each, `[rows, value heads, key width, value width]` f32;
+/// `starts` has their offsets and the end of the last. Not differentiable.
 ///
 /// # Panics
 /// If shapes, dtypes or devices are incompatible.

@@ -3,7 +3,7 @@
 //! A bf16 kernel is compared with f64 on the same rounded inputs. The last test runs the others on smaller instruction sets.
 
 use tch::{Device, IndexOp, Kind, Tensor, no_grad};
-use tch_ext::{AdamW, Attention, BlockedMoment, Cache, LowRank, NestedScales, Norm, Quantized};
+use tch_ext::{AdamW, Attention, BlockedMoment, Cache, GatedActivation, LowRank, NestedScales, Norm, Quantized};
 
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)];
 
@@ -976,6 +976,52 @@ fn products_and_windows_of_other_shapes_are_errors_and_not_crashes() {
         let message = message_of(&|| drop(tch_ext::attention(&attention, &[x.shallow_clone()], None, &[0, 3], None)));
         assert!(message.contains(&format!("a window of {window}")), "{message}");
     }
+}
+
+#[test]
+fn gates_give_the_values_and_gradients_of_libtorchs_activations() {
+    let apply = |activation: GatedActivation, x: &Tensor| match activation {
+        GatedActivation::Gelu => x.gelu("none"),
+        GatedActivation::GeluTanh => x.gelu("tanh"),
+        GatedActivation::Silu => x.silu(),
+        GatedActivation::Relu => x.relu(),
+        GatedActivation::Sigmoid => x.sigmoid(),
+    };
+    let activations = [
+        GatedActivation::Gelu,
+        GatedActivation::GeluTanh,
+        GatedActivation::Silu,
+        GatedActivation::Relu,
+        GatedActivation::Sigmoid,
+    ];
+    for (kind, tolerance) in KINDS {
+        // Half of the columns of one matrix, as a joint projection has them; and rows that are no whole vectors, or several pieces.
+        for width in [1, 15, 16, 70, 1030] {
+            let joint = leaf(&(randn(&[7, 2 * width], 5) * 3.0), kind);
+            let exact = doubles(std::slice::from_ref(&joint)).remove(0);
+            let upstream = randn(&[7, width], 6).to_kind(kind);
+            for activation in activations {
+                let name = format!("{activation:?}, {kind:?}, {width}");
+                let (parts, of_exact) = (joint.chunk(2, 1), exact.chunk(2, 1));
+                let found = tch_ext::gated(&parts[0], Some(&parts[1]), activation);
+                let expected = apply(activation, &of_exact[0]) * &of_exact[1];
+                assert_close(&name, &found, &expected, tolerance);
+                (found * &upstream).sum(Kind::Float).backward();
+                (expected * upstream.to_kind(Kind::Double)).sum(Kind::Double).backward();
+            }
+            // The sum over the activations, as gradients are added.
+            assert_grads_close(&format!("{kind:?}, {width}"), &[joint], &[exact], 2.0 * tolerance);
+        }
+    }
+    let heads = leaf(&randn(&[3, 2, 5], 7), Kind::Float);
+    let found = tch_ext::gated(&heads, Some(&heads), GatedActivation::Silu);
+    assert_close("three dimensions", &found, &(heads.silu() * &heads), 1e-6);
+    found.sum(Kind::Float).backward();
+    assert_eq!(heads.grad().size(), [3, 2, 5]);
+    let edges = Tensor::from_slice(&[f32::NAN, f32::INFINITY, -100.0, 100.0]).reshape([1, 4]);
+    let found = tch_ext::gated(&edges, Some(&edges.ones_like()), GatedActivation::Silu);
+    let found = Vec::<f32>::try_from(found.reshape([-1])).unwrap();
+    assert!(found[0].is_nan() && found[1] == f32::INFINITY && found[2].abs() < 1e-30 && found[3] == 100.0, "{found:?}");
 }
 
 #[test]

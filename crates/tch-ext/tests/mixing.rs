@@ -3,7 +3,7 @@
 //! The last test runs the others on smaller instruction sets.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_ext::{DeltaSizes, delta_rule, delta_rule_from, delta_step, gated_convolution, silu_convolution};
+use tch_ext::{DeltaSizes, PackedRows, delta_rule, delta_rule_from, delta_step, gated_convolution, silu_convolution};
 
 /// Lengths around the sizes of a chunk and of a block of its substitution.
 const LENS: [i64; 7] = [1, 3, 16, 17, 63, 65, 130];
@@ -81,8 +81,8 @@ fn convolutions_give_the_values_and_gradients_of_libtorchs() {
                         sum * &parts[1] * &mask
                     }
                     (false, Kind::Double) => convolved(x, weight, None, &LENS).silu() * &mask,
-                    (true, _) => gated_convolution(x, weight, Some(bias), &starts),
-                    (false, _) => silu_convolution(x, weight, &starts),
+                    (true, _) => gated_convolution(x, weight, Some(bias), PackedRows::new(&starts)),
+                    (false, _) => silu_convolution(x, weight, PackedRows::new(&starts)),
                 };
                 (&out * upstream.to_kind(out.kind())).sum(out.kind()).backward();
                 let count = if gated { 3 } else { 2 };
@@ -147,7 +147,7 @@ fn the_delta_rule_gives_the_values_and_gradients_of_one_token_after_another() {
         let upstream = numbers(&[tokens, sizes.value_heads * sizes.value_dim], 8.0);
         let inputs = inputs(sizes, tokens);
         let found = inputs.each_ref().map(|x| leaf(x, Kind::Float));
-        let out = delta_rule(sizes, &found[0], &found[1], &found[2], &starts);
+        let out = delta_rule(sizes, &found[0], &found[1], &found[2], PackedRows::new(&starts));
         (&out * upstream.to_kind(Kind::Float)).sum(Kind::Float).backward();
         let exact = inputs.each_ref().map(|x| leaf(x, Kind::Double));
         let (expected, states) = one_by_one(sizes, exact.each_ref(), &LENS, None);
@@ -162,6 +162,99 @@ fn the_delta_rule_gives_the_values_and_gradients_of_one_token_after_another() {
     }
 }
 
+/// Lengths of parts, and the part that each continues.
+const PARTS: [(i64, i64); 8] = [(70, -1), (5, 0), (2, 1), (130, 0), (1, 3), (3, -1), (1, 5), (64, 5)];
+
+/// Parts that continue others, as whole sequences.
+struct Whole {
+    starts: Vec<i64>,
+    parents: Vec<i64>,
+    /// Lengths of the sequences that end with each part.
+    lens: Vec<i64>,
+    /// The token of the parts of each token of these sequences, and of each token of the parts one of these sequences.
+    expand: Tensor,
+    collapse: Tensor,
+}
+
+impl Whole {
+    fn new() -> Self {
+        let starts = starts(&PARTS.map(|(len, _)| len));
+        let (mut lens, mut expand, mut collapse) = (Vec::new(), Vec::new(), Vec::new());
+        for (row, (len, _)) in PARTS.iter().enumerate() {
+            let (mut tokens, mut part) = (Vec::new(), row as i64);
+            while part >= 0 {
+                let at = part as usize;
+                tokens.splice(0..0, starts[at]..starts[at + 1]);
+                part = PARTS[at].1;
+            }
+            let end = (expand.len() + tokens.len()) as i64;
+            collapse.extend(end - len..end);
+            lens.push(tokens.len() as i64);
+            expand.extend(tokens);
+        }
+        let parents = PARTS.map(|(_, parent)| parent).to_vec();
+        Self { starts, parents, lens, expand: Tensor::from_slice(&expand), collapse: Tensor::from_slice(&collapse) }
+    }
+
+    fn packed(&self) -> PackedRows<'_> {
+        PackedRows { starts: &self.starts, parents: Some(&self.parents) }
+    }
+
+    fn tokens(&self) -> i64 {
+        self.starts[PARTS.len()]
+    }
+}
+
+#[test]
+fn parts_that_continue_others_have_the_values_and_gradients_of_whole_sequences() {
+    let whole = Whole::new();
+    let tokens = whole.tokens();
+    let expanded = |x: &Tensor| x.index_select(0, &whole.expand);
+    for sizes in SIZES {
+        let upstream = numbers(&[tokens, sizes.value_heads * sizes.value_dim], 8.0);
+        let inputs = inputs(sizes, tokens);
+        let found = inputs.each_ref().map(|x| leaf(x, Kind::Float));
+        let out = delta_rule(sizes, &found[0], &found[1], &found[2], whole.packed());
+        (&out * upstream.to_kind(Kind::Float)).sum(Kind::Float).backward();
+        let exact = inputs.each_ref().map(|x| leaf(x, Kind::Double));
+        let all = exact.each_ref().map(expanded);
+        let expected = one_by_one(sizes, all.each_ref(), &whole.lens, None).0.index_select(0, &whole.collapse);
+        (&expected * &upstream).sum(Kind::Double).backward();
+        assert_close(&format!("{sizes:?}"), &out, &expected, 1e-5);
+        for (i, (found, exact)) in found.iter().zip(&exact).enumerate() {
+            assert_close(&format!("{sizes:?}, gradient {i}"), &found.grad(), &exact.grad(), 2e-5);
+        }
+    }
+    for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 2e-2)] {
+        for (width, kernel) in [(5, 3), (70, 4), (64, 1)] {
+            let (weight, bias) = (numbers(&[width, 1, kernel], 2.0), numbers(&[width], 3.0));
+            let upstream = numbers(&[tokens, width], 4.0).to_kind(kind);
+            for gated in [true, false] {
+                let x = numbers(&[tokens, if gated { 3 * width } else { width }], 1.0).to_kind(kind);
+                let found = [leaf(&x, kind), leaf(&weight, Kind::Float), leaf(&bias, Kind::Float)];
+                let exact = [leaf(&x, Kind::Double), leaf(&weight, Kind::Double), leaf(&bias, Kind::Double)];
+                let all = expanded(&exact[0]);
+                let (out, expected) = if gated {
+                    let parts = all.chunk(3, 1);
+                    let sum = convolved(&(&parts[0] * &parts[2]), &exact[1], Some(&exact[2]), &whole.lens);
+                    (gated_convolution(&found[0], &found[1], Some(&found[2]), whole.packed()), sum * &parts[1])
+                } else {
+                    let sum = convolved(&all, &exact[1], None, &whole.lens);
+                    (silu_convolution(&found[0], &found[1], whole.packed()), sum.silu())
+                };
+                let expected = expected.index_select(0, &whole.collapse);
+                let name = format!("{kind:?}, {width} x {kernel}, gated {gated}");
+                assert_close(&name, &out, &expected, tolerance);
+                (&out * upstream.to_kind(out.kind())).sum(out.kind()).backward();
+                (expected * upstream.to_kind(Kind::Double)).sum(Kind::Double).backward();
+                for i in 0..if gated { 3 } else { 2 } {
+                    assert_close(&format!("{name}, gradient {i}"), &found[i].grad(), &exact[i].grad(), tolerance);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_sequence_has_the_same_bits_alone_and_in_any_company() {
     for sizes in SIZES {
@@ -170,7 +263,7 @@ fn a_sequence_has_the_same_bits_alone_and_in_any_company() {
         let run = |first: i64, lens: &[i64]| {
             let count: i64 = lens.iter().sum();
             let leaves = [&x, &g, &beta].map(|x| leaf(&x.narrow(0, first, count), Kind::Float));
-            let out = delta_rule(sizes, &leaves[0], &leaves[1], &leaves[2], &starts(lens));
+            let out = delta_rule(sizes, &leaves[0], &leaves[1], &leaves[2], PackedRows::new(&starts(lens)));
             out.square().sum(Kind::Float).backward();
             [out.detach(), leaves[0].grad(), leaves[1].grad(), leaves[2].grad()]
         };
@@ -232,13 +325,19 @@ fn mistakes_are_one_line_with_the_shapes() {
     };
     let zeros = |size: &[i64]| Tensor::zeros(size, (Kind::Float, Device::Cpu));
     let weight = zeros(&[4, 1, 3]);
-    let message = message_of(&|| drop(gated_convolution(&zeros(&[5, 8]), &weight, None, &[0, 5])));
+    let message = message_of(&|| drop(gated_convolution(&zeros(&[5, 8]), &weight, None, PackedRows::new(&[0, 5]))));
     assert!(message.contains("convolution: x [5, 8], expected rows of 12 for 5 tokens"), "{message}");
-    let message = message_of(&|| drop(silu_convolution(&zeros(&[5, 4]), &weight, &[0, 5, 5])));
+    let message = message_of(&|| drop(silu_convolution(&zeros(&[5, 4]), &weight, PackedRows::new(&[0, 5, 5]))));
     assert!(message.contains("expected sequences of at least one token"), "{message}");
     let rates = zeros(&[5, 3]);
-    let message = message_of(&|| drop(delta_rule(SIZES[1], &zeros(&[5, 48]), &rates, &rates, &[0, 5])));
+    let message =
+        message_of(&|| drop(delta_rule(SIZES[1], &zeros(&[5, 48]), &rates, &rates, PackedRows::new(&[0, 5]))));
     assert!(message.contains("delta rule: decays or strengths [5, 3]"), "{message}");
+    for (parents, row) in [([-1i64, 1], 1), ([0, -1], 0)] {
+        let packed = PackedRows { starts: &[0, 2, 5], parents: Some(&parents) };
+        let message = message_of(&|| drop(silu_convolution(&zeros(&[5, 4]), &weight, packed)));
+        assert!(message.contains(&format!("packed rows: row {row} continues row {}", parents[row])), "{message}");
+    }
     let states = zeros(&[5, 1, 16, 8]);
     let one = zeros(&[5, 1]);
     let message = message_of(&|| {

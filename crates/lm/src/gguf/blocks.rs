@@ -273,7 +273,7 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// The f16 at the byte `at`.
-fn f16(bytes: &[u8], at: usize) -> f32 {
+pub(super) fn f16(bytes: &[u8], at: usize) -> f32 {
     let bits = u16::from_le_bytes([bytes[at], bytes[at + 1]]);
     let (sign, exponent, fraction) = (bits >> 15, (bits >> 10) & 31, f32::from(bits & 1023));
     let size = match exponent {

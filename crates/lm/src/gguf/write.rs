@@ -1,6 +1,7 @@
 //! Writes GGUF files of version 3.
 
 use super::Value;
+use super::quantize::{LARGE, SMALL, WriteBlock, five_bits, four_bits, in_blocks, six_bits};
 use rlhf_base::{Error, Result};
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -24,6 +25,12 @@ pub enum Stored {
     Bf16,
     /// Eight bits, with a scale in f16 for each 32 numbers.
     Q8_0,
+    /// Five bits, with a scale in f16 for each 32 numbers.
+    Q5_0,
+    /// Four bits, with a scale and a least value for each 32 numbers, which have six bits and scales in f16 for 256 numbers.
+    Q4K,
+    /// Six bits, with a scale for each 16 numbers, which has eight bits and a scale in f16 for 256 numbers.
+    Q6K,
 }
 
 impl Stored {
@@ -32,7 +39,10 @@ impl Stored {
         match self {
             Self::F32 => 0,
             Self::F16 => 1,
+            Self::Q5_0 => 6,
             Self::Q8_0 => 8,
+            Self::Q4K => 12,
+            Self::Q6K => 14,
             Self::Bf16 => 30,
         }
     }
@@ -43,16 +53,30 @@ impl Stored {
             Self::F32 => 4 * numel,
             Self::F16 | Self::Bf16 => 2 * numel,
             Self::Q8_0 => numel / BLOCK as u64 * (2 + BLOCK as u64),
+            Self::Q5_0 => numel / SMALL as u64 * (2 + 4 + 16),
+            Self::Q4K => numel / LARGE as u64 * (2 + 2 + 12 + 128),
+            Self::Q6K => numel / LARGE as u64 * (128 + 64 + 16 + 2),
         }
     }
 
-    /// Whether rows of this width can have the type.
-    pub fn fits(self, width: i64) -> bool {
-        self != Self::Q8_0 || width % BLOCK == 0
+    /// The type of rows of this width: this one, or where they are no whole blocks of it llama.cpp's choice in its place.
+    #[must_use]
+    pub fn of_rows(self, width: i64) -> Self {
+        let (large, small) = (width % LARGE as i64 == 0, width % BLOCK == 0);
+        match self {
+            Self::Q4K if !large => Self::Q5_0.of_rows(width),
+            Self::Q6K if !large => Self::Q8_0.of_rows(width),
+            Self::Q8_0 | Self::Q5_0 if !small => Self::F16,
+            fits => fits,
+        }
     }
 
     /// The bytes of a tensor, whose last dimension is contiguous.
     fn encode(self, tensor: &Tensor) -> Result<Vec<u8>> {
+        let blocks = |size: usize, block: WriteBlock| -> Result<Vec<u8>> {
+            let numbers = Vec::<f32>::try_from(tensor.to_kind(Kind::Float).f_contiguous()?.f_view([-1])?)?;
+            Ok(in_blocks(&numbers, size, block))
+        };
         let bytes_of = |tensor: &Tensor| -> Result<Vec<u8>> {
             let flat = tensor.f_contiguous()?.f_view_dtype(Kind::Uint8)?.f_view([-1])?;
             Ok(Vec::<u8>::try_from(flat)?)
@@ -61,6 +85,9 @@ impl Stored {
             Self::F32 => bytes_of(&tensor.to_kind(Kind::Float)),
             Self::F16 => bytes_of(&tensor.to_kind(Kind::Half)),
             Self::Bf16 => bytes_of(&tensor.to_kind(Kind::BFloat16)),
+            Self::Q5_0 => blocks(SMALL, five_bits),
+            Self::Q4K => blocks(LARGE, four_bits),
+            Self::Q6K => blocks(LARGE, six_bits),
             Self::Q8_0 => {
                 let blocks = tensor.to_kind(Kind::Float).f_contiguous()?.f_view([-1, BLOCK])?;
                 let scales = blocks.abs().amax([1i64].as_slice(), true) / 127.0;
@@ -84,6 +111,13 @@ pub struct GgufTensor {
     pub shape: Vec<i64>,
     /// Type of its elements.
     pub stored: Stored,
+}
+
+impl GgufTensor {
+    /// Number of its bytes in the file, without padding.
+    pub fn bytes(&self) -> u64 {
+        self.stored.bytes(self.shape.iter().product::<i64>() as u64)
+    }
 }
 
 /// Writes a file with `metadata`, in this order, and `tensors`, of which `read` returns one at a time by its place.
@@ -121,13 +155,14 @@ fn header(metadata: &[(String, Value)], tensors: &[GgufTensor]) -> Vec<u8> {
         encode(&mut out, value);
     }
     let mut at = 0u64;
-    for GgufTensor { name, shape, stored } in tensors {
+    for tensor in tensors {
+        let GgufTensor { name, shape, stored } = tensor;
         text(&mut out, name);
         out.extend((shape.len() as u32).to_le_bytes());
         shape.iter().rev().for_each(|size| out.extend(size.to_le_bytes()));
         out.extend(stored.number().to_le_bytes());
         out.extend(at.to_le_bytes());
-        at += stored.bytes(shape.iter().product::<i64>() as u64).next_multiple_of(ALIGNMENT);
+        at += tensor.bytes().next_multiple_of(ALIGNMENT);
     }
     out.resize(out.len().next_multiple_of(ALIGNMENT as usize), 0);
     out

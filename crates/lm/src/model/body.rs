@@ -4,15 +4,18 @@ use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::{Batch, StopCheck};
 use super::config::ModelConfig;
 use super::decoder::{BackwardOptions, Decoder};
+use super::layer_inputs::{stored_in_branch, stored_inputs};
 use super::layout::{Layout, rounded};
 use super::linear::Linear;
 use super::lora::{self, Adapter, Dropout};
 use super::lora_config::LoraConfig;
 use super::mixing::MixedPass;
 use super::params::{Files, Param};
+use super::plain_attention::PlainAttention;
 use super::quantized::Quantization;
 use super::shape::{MlpIn, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
+use super::stacked::stored_beside;
 use super::{plain, uses_kernels};
 use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::offload::{InUse, Offload, Offloaded};
@@ -521,7 +524,7 @@ impl Body {
 
     /// Activation bytes per token of a forward pass with gradients.
     pub(super) fn activation_bytes(&self, gradient_checkpointing: bool) -> usize {
-        activation_bytes(&self.config, self.decoder.compute, gradient_checkpointing)
+        activation_bytes(&self.config, (self.decoder.compute, self.device), gradient_checkpointing)
     }
 
     /// The division of the parameters over ranks.
@@ -757,16 +760,41 @@ impl Body {
     }
 }
 
-/// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` that computes in `compute`.
-pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing: bool) -> usize {
-    let kind = compute.elt_size_in_bytes() as i64;
+/// Most tokens of the row by which the scores of attention without a kernel are counted: they grow with the square of a row's length.
+const USUAL_ROW: usize = 1024;
+
+/// Numbers, in the dtype of products, that a token of a usual row stores in a layer with attention, and in one with a state in its place; and
+/// those of the scores in use in the backward pass of one layer.
+fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
+    let row = c.max_position_embeddings.clamp(1, USUAL_ROW);
+    let (kind, count) = (compute.elt_size_in_bytes() as f64, row as f64);
+    let gate = if c.attention_gate { 4 * c.num_attention_heads * c.head_dim } else { 0 };
+    let numbers = |bytes: f64| (bytes / count / kind) as i64;
+    let (of_attention, of_scores) = match PlainAttention::of(c, compute, device) {
+        None => ((2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, 0),
+        Some(own) => {
+            let stored = numbers(own.stored_bytes(c, [1, row], kind)) + c.mean_widths()[0] as i64;
+            (stored, numbers(own.working_bytes(c, [1, row])))
+        }
+    };
+    let pass = MixedPass {
+        computed: count,
+        attended: count,
+        rows: [1.0, count],
+        kind,
+        has_kernels: uses_kernels(compute, device),
+        trains: true,
+    };
+    let of_mixing = c.mixing.map_or(0, |mixing| numbers(mixing.stored_bytes(c.hidden_size, pass)));
+    [of_attention + gate, of_mixing, of_scores]
+}
+
+/// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` whose products are of this dtype on this device.
+pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkpointing: bool) -> usize {
+    let kind = place.0.elt_size_in_bytes() as i64;
     let stream = c.hidden_size * 4;
-    let gate = if c.attention_gate { 4 * c.num_attention_heads } else { 0 };
-    let of_attention = (2 * c.num_attention_heads + 2 * c.num_key_value_heads + gate) * c.head_dim;
-    // The mean over the layers, in numbers of the dtype of products.
-    let one =
-        MixedPass { computed: 1.0, attended: 1.0, rows: [1.0; 2], kind: kind as f64, has_kernels: true, trains: true };
-    let of_mixing = c.mixing.map_or(0, |mixing| (mixing.stored_bytes(c.hidden_size, one) / kind as f64) as i64);
+    // The mean over the layers.
+    let [of_attention, of_mixing, of_scores] = mixed_numbers(c, place);
     let mixing_layers = c.num_hidden_layers - c.attention_layers();
     let heads = (c.attention_layers() * of_attention + mixing_layers * of_mixing) / c.num_hidden_layers.max(1);
     let inner = match c.family.names.mlp_in {
@@ -775,6 +803,8 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
     };
     // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
     let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
+    let width = kind as f64;
+    layer += (c.routed_width() * (width + 4.0) + stored_beside(c, width) + stored_in_branch(c, width)) as i64;
     if c.relative.is_some() {
         // Scores of contents and positions, for the keys of a long text.
         layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;
@@ -786,7 +816,8 @@ pub(super) fn activation_bytes(c: &Shape, compute: Kind, gradient_checkpointing:
     // A token is in one of the two stacks of an encoder-decoder.
     let layers = c.num_hidden_layers.max(c.encoder_layers.unwrap_or(0));
     let stored = if gradient_checkpointing { layers * stream + layer } else { layers * (layer + scores) };
-    (stored + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
+    let of_inputs = 2 * stored_inputs(c) as i64;
+    (stored + of_scores * kind + of_inputs + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
 }
 
 #[cfg(test)]
@@ -801,7 +832,7 @@ mod tests {
             let Value::Object(mut raw) = rlhf_base::weights::read_json(&path).unwrap() else { panic!("an object") };
             raw.insert(key.into(), value.into());
             let config = ModelConfig::from_json(&path, raw).unwrap();
-            [false, true].map(|checkpointing| activation_bytes(&config, Kind::Float, checkpointing))
+            [false, true].map(|checkpointing| activation_bytes(&config, (Kind::Float, Device::Cpu), checkpointing))
         };
         let ([plain, stored], [longer, longer_stored]) = (of("n_positions", 512), of("n_positions", 1024));
         // 2 heads of 512 more scores in f32: in each of 2 layers and twice; 7 times with gradient checkpointing.

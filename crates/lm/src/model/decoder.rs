@@ -22,6 +22,7 @@ use rlhf_base::{Error, Result};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
+use tch_ext::GatedActivation;
 
 #[derive(Debug)]
 struct Layer {
@@ -878,7 +879,7 @@ impl Decoder {
             Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
             Attention::Sequences(..) | Attention::Step(_) | Attention::Appended(_) => attended,
         };
-        gate.map_or_else(|| attended.shallow_clone(), |gate| &attended * gate.sigmoid())
+        gate.map_or_else(|| attended.shallow_clone(), |gate| opened(&attended, &gate))
     }
 
     /// Whether nothing is added to the scores of self-attention.
@@ -1222,6 +1223,14 @@ fn mix(index: usize, mixer: &Mixer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
             mixer.append(x, cache.state(index).0, &appended)
         }
     }
+}
+
+/// The heads' outputs `x` times the sigmoid of their gates.
+fn opened(x: &Tensor, gate: &Tensor) -> Tensor {
+    if uses_kernels(x.kind(), x.device()) && x.kind() == gate.kind() {
+        return tch_ext::gated(gate, Some(x), GatedActivation::Sigmoid);
+    }
+    x * gate.sigmoid()
 }
 
 /// The residual stream `x` with one or two branches added.

@@ -5,13 +5,15 @@ use super::body::{activation_bytes, holds_in_bf16};
 use super::classifier::{Head, SCORE_HEADS};
 use super::config::ModelConfig;
 use super::decoder::Decoder;
+use super::layer_inputs::{stored_in_branch, stored_inputs};
 use super::lora::{self, LayerSize};
 use super::lora_config::LoraConfig;
 use super::mixing::{MixedPass, Mixing};
 use super::params::{Builder, Init, Source, model_name};
 use super::plain_attention::PlainAttention;
 use super::quantized::{QuantType, Quantization};
-use super::shape::{Activation, CrossNames, ExpertNames, Experts, MlpIn, Names, Order};
+use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
+use super::stacked::{gradient_bytes, stored_beside};
 use super::uses_kernels;
 use rlhf_base::{Error, Result};
 use std::collections::{HashMap, HashSet};
@@ -539,9 +541,9 @@ impl ModelSizes {
         Ok(linears.into_iter().zip(chosen).filter_map(|(linear, size)| Some((linear, size?))).collect())
     }
 
-    /// Activation bytes per token, by which the size of micro-batches is chosen.
-    pub fn activation_bytes(&self, compute: Kind, gradient_checkpointing: bool) -> usize {
-        activation_bytes(&self.config, compute, gradient_checkpointing)
+    /// Activation bytes per token of products in a dtype on a device, by which the size of micro-batches is chosen.
+    pub fn activation_bytes(&self, place: (Kind, Device), gradient_checkpointing: bool) -> usize {
+        activation_bytes(&self.config, place, gradient_checkpointing)
     }
 
     /// Whether a linear layer reads tokens of prompts: it is in the encoder of an encoder-decoder, or is a projection of the encoder's states
@@ -628,19 +630,25 @@ impl ModelSizes {
             self.layer_bytes(tokens, place).map(|bytes| bytes + n * of_adapter as f64 + source.of_decoder);
         let read = tokens.source.computed as f64;
         let of_encoder = source.of_encoder + read * of_source_adapter as f64;
-        let embedded = n * hidden * 4.0;
+        let embedded = n * (hidden * 4.0 + stored_inputs(c));
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
         // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
         let of_mixing = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, place.mixed(tokens));
         let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
         let backward = backward.max(c.mixing.as_ref().map_or(0.0, of_mixing));
+        let of_stacks = if place.trains { gradient_bytes(c, kind as f64) } else { 0.0 };
         let backward =
             backward.max(place.attention(c).map_or(0.0, |attention| attention.working_bytes(c, tokens.rows)));
+        let backward = backward.max(of_stacks) + n * stored_inputs(c);
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
         let (stored, working) = if gradient_checkpointing {
             (
-                layers * embedded + head + encoder_layers * read_bytes + 2.0 * read_bytes + source.biases,
+                layers * n * hidden * 4.0
+                    + n * stored_inputs(c)
+                    + head
+                    + (encoder_layers + 2.0) * read_bytes
+                    + source.biases,
                 largest.max(of_encoder) + backward,
             )
         } else {
@@ -713,23 +721,21 @@ impl ModelSizes {
             attention += n * (queries + keys + values) * (normalized + if narrow { 4.0 + kind } else { 4.0 });
         }
         if c.attention_gate {
-            // Queries apart from the gate, the gate and its activation, and the outputs before it.
-            attention += 4.0 * n * queries * kind;
+            // Queries apart from the gate, the gate, the outputs before it, and without kernels its activation.
+            attention += if place.has_kernels() { 3.0 } else { 4.0 } * n * queries * kind;
         }
         let mlp = match (c.family.names.mlp_in, c.activation) {
             (MlpIn::Up(_), Activation::Relu) => 1.0,
             (MlpIn::Up(_), _) => 2.0,
             // Both parts before they are clamped and after, and the gate's sigmoid.
             _ if c.experts.as_ref().is_some_and(|experts| experts.clamped.is_some()) => 7.0,
+            // Both projections and their product, and without kernels the activation.
+            (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) if place.has_kernels() => 3.0,
             (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
         };
         // A copy of a token for each of its experts, and their results.
-        let of_experts = |experts: &Experts| {
-            let layers = experts.layers.iter().filter(|has_experts| **has_experts).count() as f64;
-            layers / c.num_hidden_layers.max(1) as f64 * n * experts.chosen as f64 * hidden * (kind + 4.0)
-        };
-        let routed = c.experts.as_ref().map_or(0.0, of_experts);
-        let rest = streams * n * hidden * 4.0 + norms + n * mlp * inner * kind + routed;
+        let own = c.routed_width() * (kind + 4.0) + stored_beside(c, kind) + stored_in_branch(c, kind);
+        let rest = streams * n * hidden * 4.0 + norms + n * (mlp * inner * kind + own);
         let Some(mixing) = &c.mixing else { return [rest + attention; 2] };
         let mixed = mixing.stored_bytes(c.hidden_size, place.mixed(tokens));
         let share = c.attention_layers() as f64 / c.num_hidden_layers.max(1) as f64;
@@ -750,10 +756,12 @@ impl ModelSizes {
             c.mixing.map_or(0.0, |mixing| mixing.stored_bytes(c.hidden_size, pass))
         };
         let scores = place.attention(c).map_or(0.0, |attention| attention.forward_bytes(c, tokens.rows, kind));
+        // Each token once for each of its experts, their results twice and their weighted results.
+        let routed = c.routed_width() * (2.0 * kind + 8.0);
         let own = |n: f64, m: f64| {
-            let stream = n * c.hidden_size as f64 * (2.0 * 4.0 + kind);
+            let stream = n * (c.hidden_size as f64 * (2.0 * 4.0 + kind) + stored_inputs(c) / 2.0);
             let attention = (n + if m > n { m } else { 0.0 }) * width;
-            stream + (attention * kind + scores).max(n * mlp * kind).max(of_mixing(n, m))
+            stream + (attention * kind + scores).max(n * (mlp * kind + routed)).max(of_mixing(n, m))
         };
         let heads = c.num_attention_heads as f64;
         let [of_encoder, of_decoder] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
@@ -1100,7 +1108,27 @@ mod tests {
         assert!(of(20, Kind::BFloat16, false).stored < of(20, Kind::Float, false).stored);
         assert!(of(20, Kind::Float, true).stored < of(20, Kind::Float, false).stored / 2);
         // The number by which micro-batches are sized leaves out statistics of norms, and inputs of the head.
-        let [about, exact] = [1000 * sizes.activation_bytes(Kind::Float, false), of(1000, Kind::Float, false).stored];
+        let place = (Kind::Float, Device::Cpu);
+        let [about, exact] = [1000 * sizes.activation_bytes(place, false), of(1000, Kind::Float, false).stored];
         assert!((0.9..1.3).contains(&(exact as f64 / about as f64)), "{about}, {exact}");
+    }
+
+    #[test]
+    fn micro_batches_are_sized_by_what_attention_and_layers_with_a_state_store_without_kernels() {
+        for name in ["qwen3_5", "qwen3_next", "lfm2", "gpt_oss", "gemma4", "gemma4_moe"] {
+            let dir = golden(name);
+            let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
+            let width = sizes.config().max_position_embeddings;
+            let tokens =
+                PassTokens { computed: width, attended: width, outputs: width, rows: [1, width], ..Default::default() };
+            // No kernel computes f16.
+            for kind in [Kind::Float, Kind::Half] {
+                let place = (kind, Device::Cpu);
+                let about = width * sizes.activation_bytes(place, false);
+                let Activations { stored, working } = sizes.activations(tokens, place, None, false).unwrap();
+                let ratio = (stored + working) as f64 / about as f64;
+                assert!((0.7..1.6).contains(&ratio), "{name}, {kind:?}: {about}, {stored} and {working}");
+            }
+        }
     }
 }

@@ -39,6 +39,17 @@ pub(super) struct InputBranch {
     activation: Activation,
 }
 
+/// Bytes per token that the branch of a layer stores: the residual stream as the gate's input, the gate before and after its non-linearity, the
+/// layer's own input, their product, and the input of the norm.
+pub(super) fn stored_in_branch(shape: &Shape, kind: f64) -> f64 {
+    shape.layer_inputs.map_or(0.0, |inputs| 4.0 * inputs.width as f64 * kind + shape.hidden_size as f64 * (kind + 4.0))
+}
+
+/// Bytes per token of the inputs of all layers, and of the projections that their norm reads; their gradients in the backward pass are as many.
+pub(super) fn stored_inputs(shape: &Shape) -> f64 {
+    shape.layer_inputs.map_or(0.0, |inputs| (inputs.width * shape.num_hidden_layers) as f64 * 2.0 * 4.0)
+}
+
 impl AllInputs {
     pub(super) fn build(shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Option<Self>> {
         let (Some(inputs), Some(names)) = (shape.layer_inputs, names.layer_inputs) else { return Ok(None) };

@@ -4,7 +4,7 @@ use super::plain;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 use tch::{Device, Kind, Tensor};
-use tch_ext::on_device;
+use tch_ext::{PackedRows, on_device};
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
 /// should be few shapes.
@@ -238,6 +238,28 @@ pub struct SharedPrefixes {
     collapse: Tensor,
     /// Position of each of the N tokens in its sequence, `[N]` i64.
     positions: Tensor,
+    /// The computed tokens as parts of sequences that continue others: their offsets and the end of the last, and the part that each continues, or
+    /// -1.
+    parts: (Vec<i64>, Vec<i64>),
+}
+
+/// The parts of `tokens` computed tokens. For each sequence with tokens of its own `own` has the first of these and the one that comes before it in
+/// the sequence, or -1.
+fn parts_of(own: &[(i64, i64)], tokens: i64) -> (Vec<i64>, Vec<i64>) {
+    // A part ends where a sequence leaves it.
+    let ends = own.iter().map(|&(_, before)| before + 1).filter(|&end| end < tokens);
+    let mut starts: Vec<i64> = own.iter().map(|&(first, _)| first).chain(ends).collect();
+    starts.sort_unstable();
+    starts.dedup();
+    let part = |token: i64| starts.partition_point(|&start| start <= token) as i64 - 1;
+    let parent = |&start: &i64| match own.binary_search_by_key(&start, |&(first, _)| first) {
+        Ok(at) if own[at].1 < 0 => -1,
+        Ok(at) => part(own[at].1),
+        Err(_) => part(start - 1),
+    };
+    let parents = starts.iter().map(parent).collect();
+    starts.push(tokens);
+    (starts, parents)
 }
 
 impl SharedPrefixes {
@@ -258,10 +280,13 @@ impl Layout {
         let layout = Self::new(sequences, device);
         let (mut indices, mut collapse): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
-        let mut before: Vec<i64> = Vec::new();
+        let (mut before, mut own): (Vec<i64>, Vec<(i64, i64)>) = (Vec::new(), Vec::new());
         for (sequence, &shared) in sequences.iter().zip(shared) {
             let sequence = sequence.as_ref();
             before.truncate(shared.min(sequence.len()));
+            if before.len() < sequence.len() {
+                own.push((tokens.len() as i64, before.last().copied().unwrap_or(-1)));
+            }
             for (at, &token) in sequence.iter().enumerate().skip(before.len()) {
                 before.push(tokens.len() as i64);
                 collapse.push((indices.len() + at) as i64);
@@ -278,9 +303,18 @@ impl Layout {
             collapse: on_device(&collapse, device),
             positions: layout.positions.shallow_clone(),
             indices,
+            parts: parts_of(&own, tokens.len() as i64),
         };
         let (tokens, positions) = (on_device(&tokens, device), on_device(&positions, device));
         Self { tokens, positions, shared: Some(shared), ..layout }
+    }
+
+    /// The computed tokens as packed sequences, of which some continue others where first tokens are computed once.
+    pub fn computed_rows(&self) -> PackedRows<'_> {
+        match &self.shared {
+            None => PackedRows::new(&self.starts),
+            Some(SharedPrefixes { parts: (starts, parents), .. }) => PackedRows { starts, parents: Some(parents) },
+        }
     }
 
     /// Position of each token that attention has, `[N]` i64.
@@ -572,6 +606,19 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn computed_tokens_are_parts_that_end_where_a_sequence_leaves_them() {
+        let sequences =
+            [vec![1i64, 2, 3, 4], vec![1, 2, 3, 5, 6], vec![1, 2, 7], vec![1, 2, 7], vec![8, 9], vec![8, 1]];
+        let layout = Layout::sharing(&sequences, &[0, 3, 2, 3, 0, 1], Device::Cpu);
+        let PackedRows { starts, parents } = layout.computed_rows();
+        // 1 2 | 3 | 4 | 5 6 | 7 | 8 | 9 | 1
+        assert_eq!(starts, [0, 2, 3, 4, 6, 7, 8, 9, 10]);
+        assert_eq!(parents.unwrap(), [-1, 0, 1, 1, 0, -1, 5, 5]);
+        let plain = Layout::new(&sequences, Device::Cpu);
+        assert_eq!((plain.computed_rows().starts, plain.computed_rows().parents), (&plain.starts[..], None));
+    }
 
     #[test]
     fn flash_attention_is_used_only_where_it_is_supported() {

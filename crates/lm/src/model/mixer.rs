@@ -5,13 +5,14 @@ use super::layout::Layout;
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
+use super::mlp::gated;
 use super::params::{Builder, Init};
-use super::shape::{NormKind, Shape};
+use super::shape::{Activation, NormKind, Shape};
 use super::state::{AppendedRows, State};
 use super::uses_kernels;
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
-use tch_ext::{DeltaSizes, on_device};
+use tch_ext::{DeltaSizes, PackedRows, on_device};
 
 /// A layer's part in the place of attention, without its output projection.
 #[derive(Debug)]
@@ -195,24 +196,35 @@ impl Mixer {
         let text = layout.text_mask();
         let masked = text.map(|text| x * text.to_kind(x.kind()));
         let x = masked.as_ref().unwrap_or(x);
-        let in_all = |x: &Tensor| layout.shared.as_ref().map_or_else(|| x.shallow_clone(), |shared| shared.expand(x));
-        if self.rule.is_none() && state.is_none() && uses_kernels(self.compute, x.device()) {
-            let parts = in_all(&self.inputs[0].forward_dropping(x, dropout));
-            let Convolution { weight, bias } = &self.conv;
-            let mixed = tch_ext::gated_convolution(&parts, weight, bias.as_ref(), &layout.starts);
-            return layout.shared.as_ref().map_or_else(|| mixed.shallow_clone(), |shared| shared.collapse(&mixed));
+        if state.is_none() && uses_kernels(self.compute, x.device()) {
+            return self.forward_by_kernels(x, layout.computed_rows(), dropout);
         }
+        let in_all = |x: &Tensor| layout.shared.as_ref().map_or_else(|| x.shallow_clone(), |shared| shared.expand(x));
         let Projected { convolved, gates, rates } = self.project(x, dropout);
         let (convolved, rates) = (in_all(&convolved), rates.map(|rates| rates.map(|x| in_all(&x))));
         let positions = layout.attention_positions();
         let packed = Packed { lens: &layout.lens, starts: &layout.starts, positions, start: None };
-        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed, state.is_some());
+        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed);
         if let Some(state) = state {
             let used = convolved.narrow(0, 0, layout.lens.iter().sum());
             state.replace(&last_tokens(&used, &layout.lens, self.conv.kernel(), None), memory.as_ref());
         }
         let mixed = layout.shared.as_ref().map_or_else(|| mixed.shallow_clone(), |shared| shared.collapse(&mixed));
         self.gate(&mixed, &gates)
+    }
+
+    /// [`Mixer::forward`] by kernels, which compute tokens that sequences have in common at their start once.
+    fn forward_by_kernels(&self, x: &Tensor, packed: PackedRows<'_>, dropout: Option<&Dropout>) -> Tensor {
+        let weight = &self.conv.weight;
+        let Some(rule) = &self.rule else {
+            let parts = self.inputs[0].forward_dropping(x, dropout);
+            return tch_ext::gated_convolution(&parts, weight, self.conv.bias.as_ref(), packed);
+        };
+        let Projected { convolved, gates, rates } = self.project(x, dropout);
+        let [strengths, decays] = rates.expect("the delta rule has strengths and decays");
+        let [decays, strengths] = rule.rates(&strengths, &decays);
+        let convolved = tch_ext::silu_convolution(&convolved, weight, packed);
+        self.gate(&tch_ext::delta_rule(rule.kernel(), &convolved, &decays, &strengths, packed), &gates)
     }
 
     /// Computes [`Mixer::forward`] for one more token of each row and updates the states. A row that is not `active` keeps its state, and its
@@ -257,7 +269,7 @@ impl Mixer {
             Some(*end)
         }));
         let packed = Packed { lens: counts, starts: &starts, positions: &positions, start: Some(&start) };
-        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed, true);
+        let (mixed, memory) = self.mix(&convolved, rates.as_ref(), &packed);
         let conv = last_tokens(&convolved, counts, self.conv.kernel(), Some(&start));
         state.replace_rows(rows, &State { conv, memory });
         self.gate(&mixed, &gates)
@@ -278,14 +290,8 @@ impl Mixer {
     }
 
     /// The convolution, and the delta rule if there is one, over packed sequences: the outputs `[N, width]` f32, and the matrices after each
-    /// sequence if `ends` is set.
-    fn mix(
-        &self,
-        x: &Tensor,
-        rates: Option<&[Tensor; 2]>,
-        packed: &Packed<'_>,
-        ends: bool,
-    ) -> (Tensor, Option<Tensor>) {
+    /// sequence.
+    fn mix(&self, x: &Tensor, rates: Option<&[Tensor; 2]>, packed: &Packed<'_>) -> (Tensor, Option<Tensor>) {
         let by_kernels = uses_kernels(self.compute, x.device());
         let convolve = || match packed.start {
             None => self.conv.forward(x, packed.positions),
@@ -293,7 +299,7 @@ impl Mixer {
         };
         let (Some(rule), Some([strengths, decays])) = (&self.rule, rates) else { return (convolve(), None) };
         let convolved = if by_kernels && packed.start.is_none() {
-            tch_ext::silu_convolution(x, &self.conv.weight, packed.starts)
+            tch_ext::silu_convolution(x, &self.conv.weight, PackedRows::new(packed.starts))
         } else {
             convolve().silu()
         };
@@ -303,9 +309,6 @@ impl Mixer {
             return (mixed, Some(memory));
         }
         let [decays, strengths] = &rates;
-        if !ends {
-            return (tch_ext::delta_rule(rule.kernel(), &convolved, decays, strengths, packed.starts), None);
-        }
         let start = packed.start.and_then(|start| start.memory.as_ref());
         let (mixed, memory) =
             tch_ext::delta_rule_from(rule.kernel(), &convolved, [decays, strengths], packed.starts, start);
@@ -326,11 +329,14 @@ impl Mixer {
 
     /// The input of the output projection: `mixed` `[N, width]` f32, gated.
     fn gate(&self, mixed: &Tensor, gates: &Tensor) -> Tensor {
-        let gated = match &self.rule {
+        let out = match &self.rule {
             None => mixed * gates,
-            Some(rule) => rule.norm.forward_heads(mixed, Kind::Float) * gates.to_kind(Kind::Float).silu(),
+            Some(rule) => {
+                let (normed, gates) = (rule.norm.forward_heads(mixed, Kind::Float), gates.to_kind(Kind::Float));
+                gated(Activation::Silu, &gates, &normed)
+            }
         };
-        gated.to_kind(self.compute)
+        out.to_kind(self.compute)
     }
 }
 

@@ -64,6 +64,13 @@ pub(super) struct MixedPass {
     pub(super) trains: bool,
 }
 
+impl MixedPass {
+    /// Tokens that go through the convolution and the delta rule: kernels compute those that sequences have in common once too.
+    fn mixed(self) -> f64 {
+        if self.has_kernels { self.computed } else { self.attended }
+    }
+}
+
 /// Number of tokens that the delta rule computes together.
 const CHUNK: f64 = 64.0;
 
@@ -132,7 +139,8 @@ impl Mixing {
 
     /// Bytes that a layer stores for its backward pass in the place of attention's; it follows `Mixer::forward` line by line.
     pub(super) fn stored_bytes(&self, hidden_size: i64, pass: MixedPass) -> f64 {
-        let (hidden, MixedPass { computed: n, attended: m, kind, .. }) = (hidden_size as f64, pass);
+        let (hidden, MixedPass { computed: n, kind, .. }) = (hidden_size as f64, pass);
+        let m = pass.mixed();
         // The inputs of the convolution in f32, moved by each number of tokens that it looks back, if its weight learns.
         let taps = if pass.trains { self.kernel() as f64 } else { 0.0 };
         let convolved = m * self.convolved(hidden_size) as f64 * 4.0 * taps;
@@ -154,16 +162,16 @@ impl Mixing {
                 let (wide, values) = (delta.convolved() as f64, delta.values() as f64);
                 // Before and after the convolution, and decays and strengths with their projections.
                 let mixed = m * (wide * (kind + 4.0) + 24.0 * delta.value_heads as f64);
-                // The outputs before and after the norm, the gate with its activation, and their product.
+                // The outputs before and after the norm, the gate, and their product.
                 let widened = if kind < 4.0 { 4.0 } else { 0.0 };
-                mixed + n * values * (12.0 + 2.0 * kind + widened)
+                mixed + n * values * (8.0 + 2.0 * kind + widened)
             }
         }
     }
 
     /// Bytes in use at once in a layer's backward pass, beside those of [`Mixing::stored_bytes`].
     pub(super) fn working_bytes(&self, hidden_size: i64, pass: MixedPass) -> f64 {
-        let MixedPass { attended: m, kind, .. } = pass;
+        let (m, kind) = (pass.mixed(), pass.kind);
         match self {
             Self::ShortConv { .. } if !pass.has_kernels => m * 4.0 * hidden_size as f64 * 4.0,
             Self::ShortConv { .. } => m * 4.0 * hidden_size as f64 * kind,

@@ -6,6 +6,7 @@ use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
 use super::shape::{self, Activation, ExpertNames, MlpIn, Names, Scoring, Shape};
 use super::stacked::{Stack, StackedExperts};
+use super::uses_kernels;
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
 use tch_ext::GatedActivation;
@@ -136,8 +137,9 @@ impl Mlp {
 }
 
 /// The activation of `gate`, times `up`.
-fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
-    if !tch_ext::has_gpu_kernels(gate.kind(), gate.device()) || gate.kind() != up.kind() {
+pub(super) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
+    let has_kernel = uses_kernels(gate.kind(), gate.device()) || tch_ext::has_gpu_kernels(gate.kind(), gate.device());
+    if !has_kernel || gate.kind() != up.kind() {
         return activation.apply(gate) * up;
     }
     tch_ext::gated(gate, Some(up), of_kernel(activation))

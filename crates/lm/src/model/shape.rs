@@ -588,6 +588,13 @@ impl Shape {
         }
     }
 
+    /// Width of a token's copies for its experts in a layer, in the mean over the layers; 0 without experts.
+    pub(super) fn routed_width(&self) -> f64 {
+        let Some(experts) = &self.experts else { return 0.0 };
+        let layers = experts.layers.iter().filter(|has_experts| **has_experts).count() as f64;
+        layers / self.num_hidden_layers.max(1) as f64 * (experts.chosen * self.hidden_size) as f64
+    }
+
     /// Whether the model has an encoder and a decoder.
     pub fn is_encoder_decoder(&self) -> bool {
         self.encoder_layers.is_some()

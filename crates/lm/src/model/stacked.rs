@@ -2,6 +2,7 @@
 
 use super::linear::{Linear, LinearShape, Norm, Weight};
 use super::lora::Dropout;
+use super::mlp::gated;
 use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
 use super::shape::{Activation, ClampedGate, ExpertNames, Experts, Shape, Stacking};
@@ -99,6 +100,23 @@ impl StackedExperts {
     }
 }
 
+/// Bytes per token that a layer with experts beside its MLP stores for them, without the tokens of each expert and what these compute: the inputs
+/// of two norms in f32, and of the router before and after their factors.
+pub(super) fn stored_beside(shape: &Shape, kind: f64) -> f64 {
+    let are_beside = shape.experts.is_some() && shape.family.names.experts.is_some_and(|names| names.are_beside());
+    if are_beside { shape.hidden_size as f64 * (12.0 + kind) } else { 0.0 }
+}
+
+/// Bytes of the gradients of a layer's stacked experts before they are added: those of each expert, all of which wait for the last, and those of
+/// one stack together, in products' dtype and in f32.
+pub(super) fn gradient_bytes(shape: &Shape, kind: f64) -> f64 {
+    let is_stacked = shape.family.names.experts.is_some_and(|names| names.stacking.is_some());
+    let Some(experts) = shape.experts.as_ref().filter(|_| is_stacked) else { return 0.0 };
+    // A third of the weights: the gates, the projections up, or those back.
+    let third = experts.count as f64 * experts.intermediate_size as f64 * shape.hidden_size as f64;
+    third * (4.0 * kind).max(2.0 * kind + 8.0)
+}
+
 /// The projections of the experts of a layer, in the dtype of products.
 struct ByExpert {
     /// `[in, out]` each.
@@ -169,7 +187,7 @@ impl ExpertsBeside {
         let [inputs, outs] = self.stacks.each_ref().map(Stack::by_expert);
         let run = |expert: usize, tokens: &Tensor| {
             let parts = inputs.product(expert, tokens).chunk(2, -1);
-            outs.product(expert, &(self.activation.apply(&parts[0]) * &parts[1]))
+            outs.product(expert, &gated(self.activation, &parts[0], &parts[1]))
         };
         let count = outs.weights.len();
         let routes = Routes { weights: weights * scales, experts, count };

@@ -36,8 +36,8 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     metadata.extend(tokens::describe(dir, model.config())?);
     let factors = rope_factors(model.config());
     let params = model.params();
-    let mut tensors: Vec<GgufTensor> =
-        params.iter().map(|param| spec(param, model.config(), config.outtype)).collect::<Result<_>>()?;
+    let of = |param: &Param| spec(&param.name, param.tensor.size(), model.config(), config.outtype);
+    let mut tensors: Vec<GgufTensor> = params.iter().map(of).collect::<Result<_>>()?;
     tensors.extend(factors.as_ref().map(|factors| GgufTensor {
         name: ROPE_FACTORS.into(),
         shape: factors.size(),
@@ -142,7 +142,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
     }
     all.extend(of_model.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
     all.push(("general.file_type".into(), size(outtype.file_type())));
-    if outtype == GgufType::Q8_0 {
+    if outtype.is_quantized() {
         all.push(("general.quantization_version".into(), size(2)));
     }
     Ok(all)
@@ -167,21 +167,36 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
 }
 
 /// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
-fn spec(param: &Param, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
-    let mut shape = param.tensor.size();
-    let is_convolution = super::is_convolution(&param.name);
+fn spec(own_name: &str, mut shape: Vec<i64>, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
+    let is_convolution = super::is_convolution(own_name);
     if is_convolution {
         shape.remove(1);
     }
-    let name = gguf_name(&param.name, config.family.name)
-        .ok_or_else(|| Error::Run(format!("tensor `{}`: llama.cpp has no name for it", param.name)))?;
-    let wanted = outtype.stored();
+    let name = gguf_name(own_name, config.family.name)
+        .ok_or_else(|| Error::Run(format!("tensor `{own_name}`: llama.cpp has no name for it")))?;
+    let wanted = if outtype == GgufType::Q4KM { in_mix(&name, config) } else { outtype.stored() };
     let stored = match shape.as_slice() {
-        [_, width] if wanted.fits(*width) && !is_convolution => wanted,
-        [_, _] if !is_convolution => Stored::F16,
+        [_, width] if !is_convolution => wanted.of_rows(*width),
         _ => Stored::F32,
     };
     Ok(GgufTensor { name, shape, stored })
+}
+
+/// The type of a matrix in a file of llama.cpp's mix `Q4_K_M`: six bits for the LM head, and in half of the layers for values and the outputs of
+/// the MLP; else four.
+fn in_mix(name: &str, config: &ModelConfig) -> Stored {
+    let is_head = name == "output.weight" || (config.tie_word_embeddings && name == "token_embd.weight");
+    let part = name.split('.').nth(2).unwrap_or_default();
+    let layer = name.split('.').nth(1).and_then(|layer| layer.parse::<usize>().ok());
+    // Values count among the layers with attention.
+    let counted = |i: &usize| part != "attn_v" || config.mixing_of(*i).is_none();
+    let gets_more = |layer: usize| {
+        let place = (0..layer).filter(counted).count();
+        let all = (0..config.num_hidden_layers as usize).filter(counted).count();
+        place < all / 8 || place >= 7 * all / 8 || (place - all / 8) % 3 == 2
+    };
+    let matters = ["attn_v", "ffn_down"].contains(&part) && layer.is_some_and(gets_more);
+    if is_head || matters { Stored::Q6K } else { Stored::Q4K }
 }
 
 /// The name in a GGUF file of a tensor of a model folder.
@@ -231,4 +246,53 @@ fn rope_factors(config: &ModelConfig) -> Option<Tensor> {
         (1.0 / (fast + (1.0 - fast) / factor)) as f32
     };
     Some(Tensor::from_slice(&(0..rope.dim / 2).map(divisor).collect::<Vec<_>>()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rlhf_lm::model::ModelSizes;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn files_of_q4_k_m_have_as_many_bytes_as_llama_cpp_reports_of_its_own() {
+        let common = |kind: &str, hidden: i64, layers: i64, vocab: i64| {
+            json!({
+                "model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab, "num_key_value_heads": 8,
+                "tie_word_embeddings": true, "rms_norm_eps": 1e-5,
+            })
+        };
+        let kinds: Vec<&str> =
+            (0..16).map(|i| if [2, 5, 8, 10, 12, 14].contains(&i) { "full_attention" } else { "conv" }).collect();
+        for (mut config, rest, bytes) in [
+            // Llama-3.2-1B, without the 128 bytes of the factors of its angles: 762.81 MiB with them.
+            (
+                common("llama", 2048, 16, 128_256),
+                json!({"intermediate_size": 8192, "num_attention_heads": 32}),
+                799_862_784,
+            ),
+            (
+                common("qwen3", 1024, 28, 151_936),
+                json!({"intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}),
+                390_753_280,
+            ),
+            // LFM2-1.2B: 694.76 MiB.
+            (
+                common("lfm2", 2048, 16, 65_536),
+                json!({"intermediate_size": 8192, "block_auto_adjust_ff_dim": false, "num_attention_heads": 32, "layer_types": kinds}),
+                728_509_440,
+            ),
+        ] {
+            let Value::Object(rest) = rest else { unreachable!("an object") };
+            config.as_object_mut().unwrap().extend(rest);
+            let path = Path::new("config.json");
+            let config = ModelConfig::from_json(path, config.as_object().unwrap().clone()).unwrap();
+            let tensors = ModelSizes::shapes_of_causal_lm(&config, path).unwrap();
+            let bytes_of = |(name, shape)| {
+                let name: String = name;
+                spec(&name, shape, &config, GgufType::Q4KM).unwrap().bytes()
+            };
+            assert_eq!(tensors.into_iter().map(bytes_of).sum::<u64>(), bytes, "{}", config.family.name);
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Memory by phase: the arithmetic of weights, gradients, moments, activations, cache and logits.
 
 use super::members::{Member, Models, compute};
-use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, share, tokens_of};
+use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, shares, tokens_of};
 use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::rl::learner::EpochPlan;
@@ -102,7 +102,8 @@ impl<'a> Job<'a> {
     pub(super) fn new(run: &'a PlannedRun, models: &'a Models, rows: &'a Rows, machine: Machine) -> Result<Self> {
         let members = models.members(run)?;
         let (compute, settings) = (compute(run.run()), run.run());
-        let of = |member: &Member<'_>| member.sizes.activation_bytes(compute, settings.gradient_checkpointing);
+        let place = (compute, machine.device);
+        let of = |member: &Member<'_>| member.sizes.activation_bytes(place, settings.gradient_checkpointing);
         let bytes = members.iter().filter(|member| member.is_trained).map(of).max().unwrap_or(1);
         let parameters = members.first().map_or(0, |member| member.held.parameters);
         let default = || default_tokens(machine.device, machine.whole, parameters, bytes);
@@ -225,9 +226,15 @@ impl<'a> Job<'a> {
         PlannedMemory::of(phases, self.machine.available)
     }
 
-    /// The rows of an update that this rank has.
-    pub(super) fn own<'r>(&self, rows: &'r [Row]) -> &'r [Row] {
-        share(rows, self.machine.of_rows, self.rows.rows_of_item)
+    /// The rows of an update that each rank has. Memory is that of the rank that needs most: where rows are sorted, that with the longest.
+    fn parts<'r>(&self, rows: &'r [Row]) -> Vec<&'r [Row]> {
+        shares(rows, self.machine.of_rows, self.rows.rows_of_item)
+    }
+
+    /// The passes of all ranks over their parts of `rows`.
+    fn passes(&self, rows: &[Row], limits: Limits) -> Vec<PassTokens> {
+        let parts = shares(rows, self.machine.of_rows, limits.rows_of_item).into_iter();
+        parts.flat_map(|part| passes(part, limits)).collect()
     }
 
     /// Whether rows share the computation of first tokens.
@@ -256,7 +263,9 @@ impl<'a> Job<'a> {
         let policy = &self.members[0];
         let size = config.advantage.num_generations;
         let most = config.local_rollout_forward_batch_size;
-        let largest = |update: &Vec<Row>| self.own(update).len();
+        // Ranks sample about as many rows.
+        let largest =
+            |update: &Vec<Row>| update.len().div_ceil(self.machine.of_rows.max(1)).next_multiple_of(size.max(1));
         let own = self.rows.updates.iter().map(largest).max().unwrap_or(0);
         let prompts = (most / size).max(1);
         let sampling = &config.sampling;
@@ -289,15 +298,15 @@ impl<'a> Job<'a> {
     /// Evaluation of the responses by each model that evaluates them; the largest.
     fn scoring(&self, config: &PpoConfig) -> Option<Phase> {
         let of = |member: &Member<'_>| {
-            let tokens = |update: &Vec<Row>| {
-                let own = self.read_by(member, self.own(update));
+            let tokens = |part: &[Row]| {
+                let own = self.read_by(member, part);
                 let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
                 batches
                     .map(|rows| tokens_of(&rows.iter().collect::<Vec<_>>(), self.shares()))
                     .max_by_key(|found| found.computed)
             };
-            let tokens =
-                self.rows.updates.iter().filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
+            let parts = self.rows.updates.iter().flat_map(|update| self.parts(update));
+            let tokens = parts.filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
             self.forward_pass(member, tokens)
         };
         let members = self.members.iter().filter(|member| member.role != Role::Policy);
@@ -325,7 +334,7 @@ impl<'a> Job<'a> {
         let tokens = if config.precompute_ref_log_probs {
             let rows = config.precompute_ref_batch_size.or(config.per_device_train_batch_size).unwrap_or(8);
             let limits = Limits { rows, ..self.limits(usize::MAX, usize::MAX) };
-            let all = self.rows.updates.iter().flat_map(|update| passes(self.own(update), limits));
+            let all = self.rows.updates.iter().flat_map(|update| self.passes(update, limits));
             all.max_by_key(|tokens| tokens.computed).unwrap_or_default()
         } else {
             self.largest_pass(self.limit)
@@ -385,7 +394,7 @@ impl<'a> Job<'a> {
         found.max_by_key(|tokens| (tokens.computed, tokens.outputs)).unwrap_or_default()
     }
 
-    /// The forward and backward passes of this rank over an update, once.
+    /// The forward and backward passes of all ranks over an update, once.
     pub(super) fn training_passes(&self, update: &[Row], limit: usize) -> Vec<PassTokens> {
         let (rows, step) = match self.run {
             PlannedRun::Sft(config) if config.packing => (usize::MAX, usize::MAX),
@@ -398,7 +407,7 @@ impl<'a> Job<'a> {
             },
         };
         let limits = self.limits(rows, limit);
-        update.chunks(step.min(update.len()).max(1)).flat_map(|step| passes(self.own(step), limits)).collect()
+        update.chunks(step.min(update.len()).max(1)).flat_map(|step| self.passes(step, limits)).collect()
     }
 
     fn limits(&self, rows: usize, tokens: usize) -> Limits {
@@ -436,7 +445,7 @@ impl<'a> Job<'a> {
         };
         let texts = self.rows.texts(texts);
         let limits = Limits { rows, tokens: self.limit, shares: false, rows_of_item: 1 };
-        let tokens = passes(self.own(&texts), limits).into_iter().max_by_key(|tokens| tokens.computed)?;
+        let tokens = self.passes(&texts, limits).into_iter().max_by_key(|tokens| tokens.computed)?;
         Some(Phase { kind: PhaseKind::Texts, ..self.step(member, Some(tokens)) })
     }
 

@@ -11,9 +11,11 @@ use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::{self, leave_out_long};
 use crate::train::sft::{self, into_blocks, learned, max_row_length, shorten};
 use rlhf_base::Result;
+use rlhf_base::dist::shares_by;
 use rlhf_lm::model::{PassTokens, SourceTokens, shared_lens};
 use rlhf_lm::optim::micro_batch::micro_batches;
 use rlhf_lm::tokenizer::Tokenizer;
+use std::ops::Range;
 
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;
@@ -371,14 +373,30 @@ fn shared_of(rows: &[&Row], shares: bool) -> Vec<usize> {
     found.unwrap_or_else(|| vec![0; rows.len()])
 }
 
-/// This rank's share of `rows` by tokens, `size` of which are not divided: of equal parts the one that the first rank has.
-pub(super) fn share(rows: &[Row], ranks: usize, size: usize) -> &[Row] {
-    let all: usize = rows.iter().map(|row| row.len).sum();
-    let (most, mut held) = (all.div_ceil(ranks.max(1)), 0);
-    let count = rows.iter().take_while(|row| {
-        let fits = held < most;
-        held += row.len;
-        fits
-    });
-    &rows[..count.count().max(1).next_multiple_of(size).min(rows.len())]
+/// The parts of `rows` that the ranks have, as a run divides them: of about as many tokens, and of whole items of `size` rows. Ranks without rows
+/// are left out.
+pub(super) fn shares(rows: &[Row], ranks: usize, size: usize) -> Vec<&[Row]> {
+    let items: Vec<usize> = rows.chunks(size).map(|item| item.iter().map(|row| row.len).sum()).collect();
+    let rows_of = |part: Range<usize>| &rows[part.start * size..(part.end * size).min(rows.len())];
+    shares_by(&items, ranks.max(1)).into_iter().filter(|part| !part.is_empty()).map(rows_of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_parts_of_about_as_many_tokens_and_items_stay_whole() {
+        let rows: Vec<Row> = [1, 1, 2, 2, 3, 3, 6, 6].map(|len| Row { len, ..Row::default() }).into();
+        let lens = |ranks, size| -> Vec<Vec<usize>> {
+            shares(&rows, ranks, size).into_iter().map(|part| part.iter().map(|row| row.len).collect()).collect()
+        };
+        assert_eq!(lens(1, 1), [[1, 1, 2, 2, 3, 3, 6, 6]]);
+        assert_eq!(lens(2, 1), [vec![1, 1, 2, 2, 3, 3], vec![6, 6]]);
+        assert_eq!(lens(4, 2).concat(), [1, 1, 2, 2, 3, 3, 6, 6]);
+        assert!(lens(4, 2).iter().all(|part| part.len().is_multiple_of(2)));
+        // More ranks than rows; and rows that were not read.
+        assert_eq!(lens(100, 1).len(), 8);
+        assert_eq!(shares(&[Row::default()], 2, 1).len(), 1);
+    }
 }

@@ -28,16 +28,21 @@ pub enum GgufType {
     #[serde(rename = "q8_0")]
     #[choice(name = "q8_0")]
     Q8_0,
+    /// Four bits for most matrices and six for those that matter most, as llama-quantize mixes them.
+    #[serde(rename = "q4_k_m")]
+    #[choice(name = "q4_k_m")]
+    Q4KM,
 }
 
 impl GgufType {
-    /// The type of matrices; vectors are in f32 in any file.
+    /// The type of most matrices; vectors are in f32 in any file.
     pub fn stored(self) -> Stored {
         match self {
             Self::F32 => Stored::F32,
             Self::F16 => Stored::F16,
             Self::Bf16 => Stored::Bf16,
             Self::Q8_0 => Stored::Q8_0,
+            Self::Q4KM => Stored::Q4K,
         }
     }
 
@@ -47,8 +52,14 @@ impl GgufType {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q8_0 => 7,
+            Self::Q4KM => 15,
             Self::Bf16 => 32,
         }
+    }
+
+    /// Whether matrices are stored as codes and scales.
+    pub fn is_quantized(self) -> bool {
+        matches!(self, Self::Q8_0 | Self::Q4KM)
     }
 }
 
@@ -65,7 +76,7 @@ pub struct ConvertConfig {
     /// GGUF file to make of a model's folder; it must not exist.
     #[setting(heading = RUN, short = "GGUF file to make of a model's folder")]
     pub output_file: Option<PathBuf>,
-    /// Type of the matrices in the GGUF file; those whose rows are no multiple of 32 numbers are f16 in place of q8_0.
+    /// Type of the matrices in the GGUF file; those whose rows are no multiple of 32 numbers are f16 in place of q8_0 and q4_k_m.
     #[setting(heading = RUN, default = "f16", short = "type of the weights of a GGUF file")]
     pub outtype: GgufType,
     /// Dtype of the weights: float32 loses nothing.

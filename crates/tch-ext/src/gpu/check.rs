@@ -351,7 +351,7 @@ impl Check {
     }
 
     fn gated(self, kind: Kind, shape: [i64; 2]) -> Checked {
-        use GatedActivation::{Gelu, GeluTanh, Relu, Silu};
+        use GatedActivation::{Gelu, GeluTanh, Relu, Sigmoid, Silu};
         let width = shape[1];
         let [gate, up, slopes] = [0.4, 0.5, 0.6].map(|frequency| (waves(&shape, frequency) * 3.0).to_kind(kind));
         for activation in [Gelu, GeluTanh, Silu, Relu] {
@@ -363,6 +363,7 @@ impl Check {
                     GeluTanh => g.gelu("tanh"),
                     Silu => g.silu(),
                     Relu => g.relu(),
+                    Sigmoid => g.sigmoid(),
                 };
                 let expected = if with_up { active * &u } else { active };
                 (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();

@@ -1,0 +1,255 @@
+//! Numbers as blocks of 4 to 6 bits: what `blocks.rs` reads. Scales are those of the least squared error among some candidates.
+
+use super::blocks::f16;
+
+/// Number of elements of a block of Q5_0.
+pub(super) const SMALL: usize = 32;
+/// Number of elements of a block of Q4_K and of Q6_K.
+pub(super) const LARGE: usize = 256;
+
+/// Candidates for the codes of a group: scales that are up to this many twentieths of a code wider or narrower than its numbers.
+const CANDIDATES: i32 = 20;
+
+/// Appends a block of numbers.
+pub(super) type WriteBlock = fn(&mut Vec<u8>, &[f32]);
+
+/// Appends the blocks of `numbers`, of `size` each, that `block` writes, on all threads.
+pub(super) fn in_blocks(numbers: &[f32], size: usize, block: WriteBlock) -> Vec<u8> {
+    let threads = tch::get_num_threads().max(1) as usize;
+    let part = (numbers.len() / size).div_ceil(threads).max(1) * size;
+    let encoded = |part: &[f32]| {
+        let mut bytes = Vec::new();
+        part.chunks_exact(size).for_each(|numbers| block(&mut bytes, numbers));
+        bytes
+    };
+    std::thread::scope(|scope| {
+        let parts: Vec<_> = numbers.chunks(part).map(|part| scope.spawn(move || encoded(part))).collect();
+        parts.into_iter().flat_map(|part| part.join().expect("a block is written without a panic")).collect()
+    })
+}
+
+/// Appends a block of Q5_0: a scale, the fifth bits, four bits of 32 numbers.
+pub(super) fn five_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
+    let (bits, scale) = rounded(symmetric(numbers, 16));
+    let codes: Vec<u8> = numbers.iter().map(|x| code(x / scale + 16.0, 31)).collect();
+    bytes.extend(bits);
+    let high = codes.iter().enumerate().fold(0u32, |high, (at, code)| high | (u32::from(code >> 4) << at));
+    bytes.extend(high.to_le_bytes());
+    let (first, second) = codes.split_at(SMALL / 2);
+    bytes.extend(first.iter().zip(second).map(|(low, high)| (low & 15) | ((high & 15) << 4)));
+}
+
+/// Appends a block of Q4_K: the scales of the scales and of the least values, six bits of each for each 32 numbers, four bits of all.
+pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
+    let groups: Vec<[f32; 2]> = numbers.chunks_exact(32).map(|group| with_least(group, 15)).collect();
+    let most = |at: usize| groups.iter().map(|group| group[at]).fold(0.0, f32::max);
+    let ((scale_bits, scale), (least_bits, least)) = (of_six_bits(most(0)), of_six_bits(most(1)));
+    bytes.extend(scale_bits);
+    bytes.extend(least_bits);
+    let parts: Vec<[u8; 2]> =
+        groups.iter().map(|[own, own_least]| [code(own / scale, 63), code(own_least / least, 63)]).collect();
+    bytes.extend(packed(&parts));
+    let codes: Vec<u8> = numbers
+        .chunks_exact(32)
+        .zip(&parts)
+        .flat_map(|(group, [own, own_least])| {
+            let (own, own_least) = (scale * f32::from(*own), least * f32::from(*own_least));
+            group.iter().map(move |x| code((x + own_least) / own, 15))
+        })
+        .collect();
+    // A byte has the codes of two numbers that are 32 apart.
+    for two in codes.chunks_exact(64) {
+        bytes.extend((0..32).map(|at| two[at] | (two[at + 32] << 4)));
+    }
+}
+
+/// Appends a block of Q6_K: the low four bits of all numbers, the high two, the scale of each 16, the scale of the scales.
+pub(super) fn six_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
+    let scales: Vec<f32> = numbers.chunks_exact(16).map(|group| symmetric(group, 32)).collect();
+    let widest =
+        scales.iter().copied().fold(0.0, |most: f32, scale| if scale.abs() > most.abs() { scale } else { most });
+    let (bits, scale) = rounded(widest / -128.0);
+    let parts: Vec<i8> = scales.iter().map(|own| if scale == 0.0 { 0 } else { (own / scale).round() as i8 }).collect();
+    let codes: Vec<u8> = numbers
+        .chunks_exact(16)
+        .zip(&parts)
+        .flat_map(|(group, own)| {
+            let own = scale * f32::from(*own);
+            group.iter().map(move |x| code(x / own + 32.0, 63))
+        })
+        .collect();
+    // Two halves of four rows of 32 numbers: in a byte the low bits of two rows, and the high ones of all four.
+    let halves = || codes.chunks_exact(128);
+    for half in halves() {
+        bytes.extend((0..64).map(|at| (half[at] & 15) | ((half[at + 64] & 15) << 4)));
+    }
+    for half in halves() {
+        bytes.extend((0..32).map(|at| (0..4).fold(0, |byte, row| byte | ((half[32 * row + at] >> 4) << (2 * row)))));
+    }
+    bytes.extend(parts.iter().map(|own| *own as u8));
+    bytes.extend(bits);
+}
+
+/// The number nearest to `x` from 0 to `most`; 0 for what is no number, such as the quotient by a scale of 0.
+fn code(x: f32, most: u8) -> u8 {
+    // Halves are rounded away from 0; the conversion ends at 0 and 255.
+    (x.round() as u8).min(most)
+}
+
+/// The bytes of the f16 nearest to `x`, and its value.
+fn rounded(x: f32) -> ([u8; 2], f32) {
+    let size = x.abs().min(65504.0);
+    // Below the smallest normal number the steps stay as they are.
+    let exponent = ((size.to_bits() >> 23) as i32 - 127).max(-14);
+    let steps = (size / 2f32.powi(exponent - 10)).round_ties_even() as u16;
+    let bits = (u16::from(x.is_sign_negative()) << 15) | ((exponent + 14) as u16 * 1024 + steps);
+    let bytes = bits.to_le_bytes();
+    (bytes, f16(&bytes, 0))
+}
+
+/// [`rounded`] of the unit of which the largest number of six bits is `most`.
+fn of_six_bits(most: f32) -> ([u8; 2], f32) {
+    rounded(most / 63.0)
+}
+
+/// The scale by which codes from `-half` to `half - 1` have the least squared error: that of the number of largest magnitude has `-half`, or a code
+/// near it.
+fn symmetric(numbers: &[f32], half: i32) -> f32 {
+    let widest = numbers.iter().copied().fold(0.0, |most: f32, x| if x.abs() > most.abs() { x } else { most });
+    if widest == 0.0 {
+        return 0.0;
+    }
+    let (least, most) = (-half as f32, (half - 1) as f32);
+    let mut best = (0.0, widest / least);
+    for step in -CANDIDATES..=CANDIDATES {
+        let inverse = (least + step as f32 / 20.0) / widest;
+        let (mut of_both, mut of_codes) = (0.0, 0.0);
+        for x in numbers {
+            let code = (x * inverse).round().clamp(least, most);
+            of_both += x * code;
+            of_codes += code * code;
+        }
+        // The scale of these codes with the least error, which is less by this than the sum of the squares of all numbers.
+        if of_codes > 0.0 && of_both * of_both / of_codes > best.0 {
+            best = (of_both * of_both / of_codes, of_both / of_codes);
+        }
+    }
+    best.1
+}
+
+/// The scale and the subtracted least value, neither below 0, by which codes from 0 to `most` have the least squared error.
+fn with_least(numbers: &[f32], most: u8) -> [f32; 2] {
+    let low = numbers.iter().copied().fold(0.0, f32::min);
+    let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max).max(low);
+    if high <= low {
+        return [0.0, -low];
+    }
+    let (most, count) = (f32::from(most), numbers.len() as f32);
+    let sum: f32 = numbers.iter().sum();
+    let mut best = (f32::INFINITY, [(high - low) / most, -low]);
+    for step in -CANDIDATES..=CANDIDATES {
+        let inverse = (most + step as f32 / 20.0) / (high - low);
+        let codes = numbers.iter().map(|x| (x, ((x - low) * inverse).round().clamp(0.0, most)));
+        let (mut of_codes, mut of_squares, mut of_both) = (0.0, 0.0, 0.0);
+        for (x, code) in codes.clone() {
+            of_codes += code;
+            of_squares += code * code;
+            of_both += x * code;
+        }
+        let spread = count * of_squares - of_codes * of_codes;
+        if spread <= 0.0 {
+            continue;
+        }
+        let mut least = (of_codes * of_both - of_squares * sum) / spread;
+        let mut scale = (count * of_both - of_codes * sum) / spread;
+        if least < 0.0 {
+            (scale, least) = (of_both / of_squares, 0.0);
+        }
+        let error: f32 = codes.map(|(x, code)| (scale * code - least - x).powi(2)).sum();
+        if error < best.0 && scale > 0.0 {
+            best = (error, [scale, least]);
+        }
+    }
+    best.1
+}
+
+/// Scales and least values of six bits of eight groups in twelve bytes: those of the first four have bytes of their own, the others are in halves
+/// of bytes, and in the high bits of the first.
+fn packed(parts: &[[u8; 2]]) -> [u8; 12] {
+    let mut bytes = [0; 12];
+    for (group, [scale, least]) in parts.iter().enumerate() {
+        if group < 4 {
+            bytes[group] |= scale;
+            bytes[group + 4] |= least;
+        } else {
+            bytes[group + 4] = (scale & 15) | (least << 4);
+            bytes[group - 4] |= scale >> 4 << 6;
+            bytes[group] |= least >> 4 << 6;
+        }
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::TensorType;
+    use super::*;
+    use tch::{Device, Kind, Tensor};
+
+    /// The largest and the mean squared error of `numbers` in blocks, each divided by that of the numbers.
+    fn errors(numbers: &[f32], size: usize, block: WriteBlock, kind: TensorType) -> [f64; 2] {
+        let bytes = in_blocks(numbers, size, block);
+        assert_eq!(bytes.len(), numbers.len() / size * kind.block().bytes);
+        let found = Vec::<f32>::try_from(kind.dequantize(&bytes).unwrap()).unwrap();
+        let mut sums = [0.0; 4];
+        for (x, y) in numbers.iter().zip(&found) {
+            let (x, gap) = (f64::from(*x), f64::from(x - y));
+            assert!(y.is_finite());
+            sums = [gap.abs().max(sums[0]), x.abs().max(sums[1]), sums[2] + gap * gap, sums[3] + x * x];
+        }
+        [sums[0] / sums[1].max(1e-30), (sums[2] / sums[3].max(1e-30)).sqrt()]
+    }
+
+    const TYPES: [(usize, WriteBlock, TensorType, f64); 3] = [
+        (SMALL, five_bits, TensorType::Q5_0, 0.045),
+        (LARGE, four_bits, TensorType::Q4K, 0.09),
+        (LARGE, six_bits, TensorType::Q6K, 0.02),
+    ];
+
+    #[test]
+    fn random_numbers_are_read_back_within_the_steps_of_their_type() {
+        tch::manual_seed(3);
+        for scale in [1.0, 1e-3, 300.0] {
+            let numbers = Tensor::randn([64 * 256], (Kind::Float, Device::Cpu)) * scale;
+            let numbers = Vec::<f32>::try_from(numbers).unwrap();
+            for (size, block, kind, bound) in TYPES {
+                let [largest, relative] = errors(&numbers, size, block, kind);
+                assert!(relative < bound && largest < 0.12, "{kind:?} at {scale}: {largest}, {relative}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_zeros_of_one_sign_and_of_one_large_number_are_read_back() {
+        let ramp = |first: f32| (0..256).map(|at| first + at as f32 / 256.0).collect::<Vec<f32>>();
+        let mut peak = vec![0.0; 256];
+        peak[77] = -3.0;
+        for numbers in [vec![0.0; 256], vec![-2.0; 256], vec![2.0; 256], ramp(0.5), ramp(-1.5), peak, vec![1e-9; 256]] {
+            for (size, block, kind, bound) in TYPES {
+                let [_, relative] = errors(&numbers, size, block, kind);
+                assert!(relative < bound || numbers[0] == 1e-9, "{kind:?}: {relative}: {:?}", &numbers[..3]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_scale_is_rounded_to_the_nearest_f16() {
+        let all: Vec<f32> = (0..40_000u32).map(|at| f32::from_bits(at.wrapping_mul(107_374)) * 0.5).collect();
+        let all: Vec<f32> = all.into_iter().filter(|x| x.abs() < 65504.0).collect();
+        let expected = Tensor::from_slice(&all).to_kind(Kind::Half).to_kind(Kind::Float);
+        let expected = Vec::<f32>::try_from(expected).unwrap();
+        for (x, expected) in all.into_iter().zip(expected) {
+            assert_eq!(rounded(x).1, expected, "{x}");
+        }
+    }
+}
