@@ -8,7 +8,7 @@ mod tests;
 mod totals;
 
 use super::reference::Reference;
-use super::supervised::{Data, Loaded, Words, spec, start_training, train, with_opened};
+use super::supervised::{Data, Loaded, Words, divide, optimizer_of, spec, train, with_opened};
 use super::{
     Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
     small_dataset, trained_options,
@@ -137,11 +137,7 @@ fn load_run<'a>(
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
     warnings.extend(notes_on_weights(&model_dir, config.run.dtype, &model));
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer)?;
-    let mut reference = reference;
-    if let Some(reference) = &mut reference {
-        place_reference(reference, config)?;
-    }
+    let optimizer = optimizer_of(&model, &config.run, &config.optimizer)?;
     let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
     let loaded = Loaded {
         model,
@@ -239,7 +235,8 @@ fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'
     contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
 }
 
-/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts.
+/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts. Each is
+/// divided over the ranks, and placed, before the next one is read.
 fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> Result<(CausalLm, Option<CausalLm>)> {
     let lora = config.peft.lora();
     let mut policy = CausalLm::from_pretrained(dir, trained_options(model_options(&config.run)?, lora.is_some()))?;
@@ -249,7 +246,9 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
     if let Some(lora) = &lora {
         policy.add_adapter(lora, config.run.seed)?;
     }
-    let reference = match reference_dir {
+    let base = if lora.is_some() && reference_dir.is_none() { Some(policy.base()?) } else { None };
+    divide(&mut policy, &config.run);
+    let mut reference = match reference_dir {
         Some(other) => {
             let reference = load_reference(config, other)?;
             check_vocabulary([policy.config(), reference.config()], [dir, other])?;
@@ -258,10 +257,13 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
             }
             Some(reference)
         }
-        None if lora.is_some() => Some(policy.base()?),
+        None if lora.is_some() => base,
         None if config.precompute_ref_log_probs => None,
         None => Some(load_reference(config, dir)?),
     };
+    if let Some(reference) = &mut reference {
+        place_reference(reference, config)?;
+    }
     Ok((policy, reference))
 }
 
