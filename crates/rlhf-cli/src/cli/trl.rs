@@ -246,7 +246,7 @@ const FLAGS: &[(To, &[&str], &[&str])] = &[
     (Noted("nothing is padded"), DPO, &["pad_token"]),
     (Noted("nothing is padded"), DISTILL, &["pad_token"]),
     (
-        Only(UNSET, "teacher_model_revision, teacher_dtype and load_in_4bit set what they have"),
+        Only(UNSET, "teacher_model_revision, teacher_dtype and teacher_load_in_4bit set what they have"),
         DISTILL,
         &["teacher_model_init_kwargs"],
     ),
