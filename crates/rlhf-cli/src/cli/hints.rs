@@ -351,7 +351,8 @@ const OF_RECIPES: [(&str, &[Hint]); 3] = [
 ];
 
 /// Names that TRL and its launcher have, or had, and their place here.
-const OF_TRL: [(&[&str], &str); 4] = [
+const OF_TRL: [(&[&str], &str); 5] = [
+    (&["desirable_weight", "undesirable_weight"], "it is of KTO, which is not here: take TRL for it"),
     (&["rloo_k"], "its name is num_generations"),
     (
         &["wandb_entity", "wandb_run_group"],
