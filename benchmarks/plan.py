@@ -39,6 +39,14 @@ REWARD = (
     " --train_batch_size 16 --max_steps 3"
 )
 DPO = f"dpo --model_name_or_path MODEL --dataset_name {SENTIMENT}/preferences.jsonl --train_batch_size 16 --max_steps 3"
+DISTILL = (
+    "distill --model_name_or_path MODEL --teacher_model_name_or_path MODEL --train_batch_size 8 --max_steps 3 --max_completion_length 32"
+    f" --min_new_tokens 32 --dataset_name {SMOLLM2}/reviews.jsonl"
+)
+# Responses of rows are learned.
+OFF_POLICY = (
+    f"distill --model_name_or_path MODEL --teacher_model_name_or_path MODEL --train_batch_size 8 --max_steps 3 --lmbda 0 --dataset_name {SENTIMENT}/sft.jsonl"
+)
 SUMMARIES = ROOT / "examples/t5-summary"
 T5_PPO = (
     f"ppo --sft_model_path PAIR --dataset_name {SUMMARIES}/data/prompts.jsonl --reward rouge_l:completion --train_batch_size 32"
@@ -73,6 +81,14 @@ RUNS = [
     ("dpo/full f32, precomputed", f"{DPO} --precompute_ref_log_probs", 1),
     ("dpo/lora bf16", f"{DPO} {LORA} --bf16", 1),
     ("dpo/full f32, 2 ranks, zero_stage 2", f"{DPO} --zero_stage 2", 2),
+    ("distill/full f32", DISTILL, 1),
+    ("distill/full bf16", f"{DISTILL} --bf16", 1),
+    ("distill/full f32, teacher in 4 bits", f"{DISTILL} --teacher_load_in_4bit", 1),
+    ("distill/full f32, beta 0.5, responses of rows", f"{OFF_POLICY} --beta 0.5", 1),
+    ("distill/full f32, reverse_kl_advantage", f"{DISTILL} --loss_type reverse_kl_advantage", 1),
+    ("distill/lora bf16, teacher in 4 bits, checkpointing", f"{DISTILL} {LORA} --bf16 --teacher_load_in_4bit --gradient_checkpointing", 1),
+    ("distill/full f32, seq_kd, offload", f"{DISTILL} --lmbda 0 --seq_kd --offload all", 1),
+    ("distill/full f32, 2 ranks, zero_stage 3", f"{DISTILL} --zero_stage 3", 2),
     ("t5/ppo f32, value model", T5_PPO, 1),
     ("t5/ppo f32, value head", f"{T5_PPO} --value_head", 1),
     ("t5/ppo f32, gradient checkpointing", f"{T5_PPO} --gradient_checkpointing", 1),

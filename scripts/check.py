@@ -213,6 +213,13 @@ PARTS = (
         tests=("replay::",),
     ),
     Part(
+        "curves",
+        "learning curves of short runs of SFT, a reward model, PPO, GRPO and DPO stay in the committed bands",
+        paths=(f"{SRC}rl/*", f"{SRC}train/*", f"{LM}optim*", f"{LM}generate*", f"{LM}model/logprobs*", "examples/sentiment/", "tests/curves/"),
+        turn=2,
+        commands=("python3 tests/curves/test_curves.py", f"python3 tests/curves/curves.py {PROGRAM}"),
+    ),
+    Part(
         "large",
         "a model file of 1 GiB is loaded within its size in memory",
         paths=(f"{BASE}weights*", f"{LM}model/body.rs", f"{LM}model/pretrained.rs"),

@@ -85,6 +85,7 @@ DEFAULTS = {
 DEFAULTS_OF = {
     "sft": {"max_grad_norm": (1.0, DIFFERENT), "completion_only_loss": (None, SAME)},
     "reward": {"max_grad_norm": (1.0, DIFFERENT)},
+    "dpo": {"loss_type": (["sigmoid"], SAME)},
     # The defaults of TRL's SFTConfig and GKDConfig; its temperature is that of sampling alone.
     "gkd": {
         "learning_rate": (2e-5, DIFFERENT),
@@ -279,7 +280,9 @@ class Field:
         more = f', "aliases": {json.dumps(flags)}' if flags else ""
         # argparse formats help texts.
         help = json.dumps(self.help.replace("%", "%%"), ensure_ascii=False)
-        return f'    {self.name}: {self.annotation} = field(default={self.default!r}, metadata={{"help": {help}{more}}})\n'
+        # Each configuration has a list of its own.
+        default = f"default_factory=lambda: {self.default!r}" if isinstance(self.default, list) else f"default={self.default!r}"
+        return f'    {self.name}: {self.annotation} = field({default}, metadata={{"help": {help}{more}}})\n'
 
     def described(self):
         default = f", defaults to `{self.default!r}`" if self.default is not None else ""

@@ -45,6 +45,7 @@ _ABSENT = {
     "DeepSpeedRLHFEngine": "; from rlhf.dschat import DeepSpeedRLHFEngine",
     "LengthSampler": "; from rlhf.legacy import LengthSampler",
     "DataCollatorForCompletionOnlyLM": "; SFTConfig(completion_only_loss=True) trains on completions",
+    "KTOConfig": "; rlhf has no KTO: TRL has it",
     "KTOTrainer": "; rlhf has no KTO: TRL has it",
     "LogCompletionsCallback": "; samples are in output_dir/samples, and each run shows some",
     "RichProgressCallback": "; each run shows its progress",

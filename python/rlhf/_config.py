@@ -134,7 +134,9 @@ def settings_of(config: Config) -> dict[str, Any]:
         if field.name in SECRETS or field.name in OF_THE_PACKAGE:
             continue
         value = getattr(config, field.name)
-        usual = config._usual.get(field.name, field.default)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        usual = config._usual.get(field.name, default)
         if value is None and (usual is None or field.name not in NONE_IS_A_VALUE):
             continue
         if value == usual and isinstance(value, bool) == isinstance(usual, bool):

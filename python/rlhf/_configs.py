@@ -206,7 +206,11 @@ class _Distillation(_Supervised):
 
     teacher_model_name_or_path: str | None = field(default=None, metadata={"help": "Causal language model to learn from, the teacher, which has the student's tokenizer: a folder or a hub name. It is frozen"})
     teacher_model_revision: str = field(default='main', metadata={"help": "Branch, tag or commit of `teacher_model_name_or_path` on the hub"})
-    teacher_dtype: str | None = field(default=None, metadata={"help": "Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without `use_peft`: auto, float32, bfloat16, float16"})
+    teacher_dtype: str | None = field(default=None, metadata={"help": "Dtype of the teacher's weights in memory [default: `dtype`]: auto, float32, bfloat16, float16"})
+    teacher_load_in_4bit: bool | None = field(default=None, metadata={"help": "Hold the teacher's linear layers in 4 bits [default: `load_in_4bit`, which is for the teacher also without `use_peft`]"})
+    teacher_load_in_8bit: bool | None = field(default=None, metadata={"help": "The same in 8 bits [default: `load_in_8bit`]"})
+    teacher_bnb_4bit_quant_type: str | None = field(default=None, metadata={"help": "Data type of the teacher's 4 bits [default: `bnb_4bit_quant_type`]: nf4, fp4"})
+    teacher_use_bnb_nested_quant: bool | None = field(default=None, metadata={"help": "Quantize the scales of the teacher's 4-bit weights too [default: `use_bnb_nested_quant`]"})
     max_length: int | None = field(default=1024, metadata={"help": "Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of the models. No effect where all responses are sampled"})
     max_prompt_length: int | None = field(default=None, metadata={"help": "Maximum tokens of a prompt [default: the models' context minus `response_length`]"})
     long_prompts: str = field(default='error', metadata={"help": "Handling of prompts longer than `max_prompt_length`: an error, or drop the prompt, or truncate it on one side: error, drop, truncate_left, truncate_right"})
@@ -234,7 +238,7 @@ class _Distillation(_Supervised):
     eval_packing: bool | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: it changes memory and speed only"})
     router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: there is no auxiliary loss of a router of experts"})
     pad_token: str | None = field(default=None, metadata={"help": "Of TRL or transformers; it has no effect here: nothing is padded"})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they have"})
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and teacher_load_in_4bit set what they have"})
     chat_template_path: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: the tokenizer's own template is used"})
     dataset_text_field: str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none or text: rows have a prompt, which a column of texts has not"})
     dataset_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of TRL or transformers; expected none: rows are read by their columns"})
@@ -1435,7 +1439,7 @@ class DPOConfig(_Supervised):
             Number of optimizer steps.
         logging_steps (`int`, *optional*, defaults to `10`):
             Optimizer steps between two logged lines of metrics.
-        loss_type (`list[str]`, *optional*):
+        loss_type (`list[str]`, *optional*, defaults to `['sigmoid']`):
             Loss of a pair; several are added with `loss_weights`: sigmoid, hinge, ipo, exo_pair, nca_pair, robust,
             bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm.
         loss_weights (`list[float]`, *optional*):
@@ -1461,7 +1465,7 @@ class DPOConfig(_Supervised):
             Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name.
         unsupervised_dataset_config_name (`str`, *optional*):
             Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split.
-        unsup_coef (`float`, *optional*, defaults to `27.8`):
+        unsup_coef (`float`, *optional*, defaults to `1.0`):
             Coefficient of the language-modelling loss.
         precompute_ref_log_probs (`bool`, *optional*, defaults to `False`):
             Compute the log-probabilities of the reference model for all pairs before training, which then needs no such
@@ -1871,7 +1875,7 @@ class DPOConfig(_Supervised):
     train_batch_size: int | None = field(default=None, metadata={"help": "Pairs per optimizer step, over all ranks [default: `per_device_train_batch_size` times `gradient_accumulation_steps` times the number of ranks]"})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Maximum pairs of a micro-batch, which is one forward and backward pass of a rank [default: 8; no limit with `train_batch_size`]"})
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Pairs per forward pass in an evaluation"})
-    loss_type: list[str] | None = field(default=None, metadata={"help": "Loss of a pair; several are added with `loss_weights`: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm"})
+    loss_type: list[str] = field(default_factory=lambda: ['sigmoid'], metadata={"help": "Loss of a pair; several are added with `loss_weights`: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm"})
     loss_weights: list[float] | None = field(default=None, metadata={"help": "Weights of several losses, a number for each [default: 1]"})
     beta: float = field(default=0.1, metadata={"help": "Strength of the reference model: a higher one keeps the policy nearer to it"})
     label_smoothing: float = field(default=0.0, metadata={"help": "Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust` (below 0.5, such as 0.1), `aot` and `aot_unpaired`"})
@@ -1882,7 +1886,7 @@ class DPOConfig(_Supervised):
     discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of the loss `discopop`"})
     unsupervised_dataset_name: str | None = field(default=None, metadata={"help": "Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name"})
     unsupervised_dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration (folder) of `unsupervised_dataset_name` to use, if several have the split"})
-    unsup_coef: float = field(default=27.8, metadata={"help": "Coefficient of the language-modelling loss"})
+    unsup_coef: float = field(default=1.0, metadata={"help": "Coefficient of the language-modelling loss"})
     precompute_ref_log_probs: bool = field(default=False, metadata={"help": "Compute the log-probabilities of the reference model for all pairs before training, which then needs no such model in memory"})
     precompute_ref_batch_size: int | None = field(default=None, metadata={"help": "Pairs per forward pass of `precompute_ref_log_probs` [default: `per_device_train_batch_size`, and `per_device_eval_batch_size` for the rows of evaluations]"})
     sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference model towards the policy every `ref_model_sync_steps` optimizer steps"})
@@ -1913,8 +1917,16 @@ class DistillationConfig(_Distillation):
         teacher_model_revision (`str`, *optional*, defaults to `'main'`):
             Branch, tag or commit of `teacher_model_name_or_path` on the hub.
         teacher_dtype (`str`, *optional*):
-            Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without
-            `use_peft`: auto, float32, bfloat16, float16.
+            Dtype of the teacher's weights in memory [default: `dtype`]: auto, float32, bfloat16, float16.
+        teacher_load_in_4bit (`bool`, *optional*):
+            Hold the teacher's linear layers in 4 bits [default: `load_in_4bit`, which is for the teacher also without
+            `use_peft`].
+        teacher_load_in_8bit (`bool`, *optional*):
+            The same in 8 bits [default: `load_in_8bit`].
+        teacher_bnb_4bit_quant_type (`str`, *optional*):
+            Data type of the teacher's 4 bits [default: `bnb_4bit_quant_type`]: nf4, fp4.
+        teacher_use_bnb_nested_quant (`bool`, *optional*):
+            Quantize the scales of the teacher's 4-bit weights too [default: `use_bnb_nested_quant`].
         eos_token (`str`, *optional*):
             The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
             template [default: the tokenizer's].
@@ -2384,8 +2396,8 @@ class DistillationConfig(_Distillation):
         pad_token (`str`, *optional*):
             Of TRL or transformers; it has no effect here: nothing is padded.
         teacher_model_init_kwargs (`dict[str, Any] | str`, *optional*):
-            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they
-            have.
+            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and teacher_load_in_4bit set what
+            they have.
         chat_template_path (`str`, *optional*):
             Of TRL or transformers; expected none: the tokenizer's own template is used.
         dataset_text_field (`str`, *optional*):
@@ -2489,8 +2501,16 @@ class GKDConfig(_Distillation):
         teacher_model_revision (`str`, *optional*, defaults to `'main'`):
             Branch, tag or commit of `teacher_model_name_or_path` on the hub.
         teacher_dtype (`str`, *optional*):
-            Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without
-            `use_peft`: auto, float32, bfloat16, float16.
+            Dtype of the teacher's weights in memory [default: `dtype`]: auto, float32, bfloat16, float16.
+        teacher_load_in_4bit (`bool`, *optional*):
+            Hold the teacher's linear layers in 4 bits [default: `load_in_4bit`, which is for the teacher also without
+            `use_peft`].
+        teacher_load_in_8bit (`bool`, *optional*):
+            The same in 8 bits [default: `load_in_8bit`].
+        teacher_bnb_4bit_quant_type (`str`, *optional*):
+            Data type of the teacher's 4 bits [default: `bnb_4bit_quant_type`]: nf4, fp4.
+        teacher_use_bnb_nested_quant (`bool`, *optional*):
+            Quantize the scales of the teacher's 4-bit weights too [default: `use_bnb_nested_quant`].
         eos_token (`str`, *optional*):
             The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat
             template [default: the tokenizer's].
@@ -2960,8 +2980,8 @@ class GKDConfig(_Distillation):
         pad_token (`str`, *optional*):
             Of TRL or transformers; it has no effect here: nothing is padded.
         teacher_model_init_kwargs (`dict[str, Any] | str`, *optional*):
-            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and load_in_4bit set what they
-            have.
+            Of TRL or transformers; expected none: teacher_model_revision, teacher_dtype and teacher_load_in_4bit set what
+            they have.
         chat_template_path (`str`, *optional*):
             Of TRL or transformers; expected none: the tokenizer's own template is used.
         dataset_text_field (`str`, *optional*):

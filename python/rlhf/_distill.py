@@ -29,8 +29,8 @@ class _Distillation(Trainer):
         else:
             loaded = {}
         student = {**_translate.of_model_init(self.args.model_init_kwargs), **_translate.of_quantization(quantization_config)}
-        _translate.check_quantized(self._settings, student, loaded)
         self._settings.update(loaded)
+        self._settings.update(_translate.teacher_beside(self._settings, student))
 
     def _inputs(self, resumes: bool) -> dict[str, Any]:
         teacher = self._place_model(self.teacher_model, "teacher_model", resumes, self.processing_class)

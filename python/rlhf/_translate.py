@@ -93,36 +93,33 @@ def of_model_init(arguments: Any, argument: str = "model_init_kwargs") -> dict[s
     return settings
 
 
-def of_teacher_init(arguments: Any) -> dict[str, Any]:
-    """The settings of `teacher_model_init_kwargs`."""
-    settings = of_model_init(arguments, "teacher_model_init_kwargs")
-    return {{"model_revision": "teacher_model_revision", "dtype": "teacher_dtype"}.get(name, name): value for name, value in settings.items()}
-
-
 # Settings of weights in 4 or 8 bits.
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 
 
-def check_quantized(settings: dict[str, Any], student: dict[str, Any], teacher: dict[str, Any]) -> None:
-    """Refuses bits for one model that would be those of another one too: the program has them for the teacher and the base of a student's adapter
-    together, and for the teacher alone where the whole student is trained.
+def of_teacher_init(arguments: Any) -> dict[str, Any]:
+    """The settings of `teacher_model_init_kwargs`."""
+    settings = of_model_init(arguments, "teacher_model_init_kwargs")
+    if settings.get("load_in_4bit"):
+        # What is not said is not that of the student.
+        settings = {"bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False, **settings}
+    of_teacher = {"model_revision": "teacher_model_revision", **{name: f"teacher_{name}" for name in ("dtype", *QUANTIZATION)}}
+    return {of_teacher.get(name, name): value for name, value in settings.items()}
+
+
+def teacher_beside(settings: dict[str, Any], student: dict[str, Any]) -> dict[str, Any]:
+    """The settings by which the bits of a student's arguments do not reach the teacher, which has none of its own.
 
     Args:
-        settings: those of a run, with what the student's arguments say.
+        settings: those of a run, with what the arguments of student and teacher say.
         student: the settings of the student's arguments, such as `quantization_config`.
-        teacher: the settings of `teacher_model_init_kwargs`.
     """
-
-    def bits(of: dict[str, Any]) -> dict[str, Any]:
-        return {name: of[name] for name in QUANTIZATION if of.get(name)}
-
-    both = "both models have bits if quantization_config and teacher_model_init_kwargs are the same"
-    if bits(teacher) and settings.get("use_peft") and bits(settings) != bits(teacher):
-        raise Unsupported(f"teacher_model_init_kwargs: {next(iter(bits(teacher)))}: with peft_config it would be of the student's base too; {both}")
-    if bits(student) and not settings.get("use_peft"):
-        raise Unsupported("quantization_config: it would be the teacher's: a student in 4 or 8 bits trains adapters: expected a peft_config")
-    if bits(student) and bits(student) != bits(teacher):
-        raise Unsupported(f"quantization_config: it would be of the teacher too, and teacher_model_init_kwargs does not have it; {both}")
+    if not any(student.get(name) for name in ("load_in_4bit", "load_in_8bit")):
+        return {}
+    if not settings.get("use_peft"):
+        raise Unsupported("quantization_config: a student in 4 or 8 bits trains adapters: expected a peft_config")
+    own = ("teacher_load_in_4bit", "teacher_load_in_8bit")
+    return {} if any(settings.get(name) is not None for name in own) else {own[0]: False}
 
 
 def of_report_to(report_to: Any) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Runs trl's DPOTrainer on the models of `trl_new/init` and `trl_tools/init` and records what it computes.
 
     python make_trl_dpo.py            # make everything again
+    python make_trl_dpo.py RUN ...    # make these runs, beside those that are in the files
     python make_trl_dpo.py --check    # run everything again and compare with the files
 
-Made with torch 2.11.0, transformers 5.23.0, trl 1.16.0 and peft 0.21.2 on a CPU, one thread, float32. README.md describes the files. A step
-takes all rows of its dataset, so the order of the rows does not matter.
+Made with torch 2.11.0, transformers 5.23.0, trl 1.16.0 and peft 0.21.2 on a CPU, one thread, float32 but for the run in bf16. README.md
+describes the files. A step takes all rows of its dataset, so the order of the rows does not matter; where it has several micro-batches, they are
+of one size, and their losses are means over pairs.
 """
 
 import json
@@ -94,9 +96,11 @@ DATA = {
 
 COMMON = dict(learning_rate=1e-3, max_steps=3, adam_epsilon=1e-6)
 BASE = dict(data="explicit", ref=None, lora=False)
+# Of few runs: rows of a micro-batch, where it is not all of them; those of an evaluation, after each step; mixed precision.
+MORE = dict(batch=None, eval_batch=None, bf16=False)
 FEW = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight")
 
-# Name -> settings that differ from COMMON, and of BASE: the dataset, another reference model, an adapter.
+# Name -> settings that differ from COMMON, of BASE (the dataset, another reference model, an adapter) and of MORE.
 RUNS = {
     "sigmoid": dict(),
     "hinge": dict(loss_type="hinge"),
@@ -130,6 +134,11 @@ RUNS = {
     "implicit": dict(data="implicit"),
     "chat": dict(data="chat"),
     "lora": dict(lora=True, beta=0.5),
+    "accumulated": dict(batch=2, gradient_accumulation_steps=4, beta=0.5),
+    "accumulated_ipo": dict(batch=4, gradient_accumulation_steps=2, loss_type="ipo", ld_alpha=0.4),
+    "evaluated": dict(eval_batch=4, beta=0.5),
+    "evaluated_mpo": dict(eval_batch=2, loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0], beta=0.3),
+    "bf16": dict(bf16=True, beta=0.5),
 }
 
 
@@ -141,19 +150,21 @@ def tokenizer_of(data):
     return AutoTokenizer.from_pretrained(ROOT / (CHAT if "chat" in data else PLAIN))
 
 
-def trainer_of(output, data, ref, lora, **settings):
+def trainer_of(output, data, ref, lora, batch=None, eval_batch=None, bf16=False, **settings):
     tokenizer = tokenizer_of(data)
     rows = rows_of(data, tokenizer.eos_token)
+    if eval_batch:
+        settings = settings | dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=eval_batch)
     args = DPOConfig(
         output_dir=output,
         use_cpu=True,
-        bf16=False,
+        bf16=bf16,
         gradient_checkpointing=False,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         logging_steps=1,
-        per_device_train_batch_size=len(rows),
+        per_device_train_batch_size=batch or len(rows),
         **(COMMON | settings),
     )
     reference = AutoModelForCausalLM.from_pretrained(ROOT / ref, dtype=torch.float32) if ref else None
@@ -163,6 +174,7 @@ def trainer_of(output, data, ref, lora, **settings):
         ref_model=reference,
         args=args,
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows) if eval_batch else None,
         processing_class=tokenizer,
         peft_config=adapter if lora else None,
     )
@@ -170,10 +182,11 @@ def trainer_of(output, data, ref, lora, **settings):
 
 def run(name):
     own = BASE | {k: v for k, v in RUNS[name].items() if k in BASE}
-    settings = {k: v for k, v in RUNS[name].items() if k not in BASE}
+    more = {k: v for k, v in RUNS[name].items() if k in MORE}
+    settings = {k: v for k, v in RUNS[name].items() if k not in BASE | MORE}
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as output:
-        trainer = trainer_of(output, **own, **settings)
+        trainer = trainer_of(output, **own, **more, **settings)
         trainer.remove_callback(transformers.PrinterCallback)
         tensors = {}
         if own["lora"]:
@@ -191,10 +204,15 @@ def run(name):
         names = dict.fromkeys(n for line in trainer.state.log_history for n in line if "train_" not in n and "runtime" not in n)
         lines = [line for line in trainer.state.log_history if "loss" in line]
         metrics = {n: [line.get(n) for line in lines] for n in names if n in lines[0]}
+        if more.get("batch"):
+            # Means over the tokens of micro-batches: those of other micro-batches differ.
+            metrics = {n: values for n, values in metrics.items() if not n.startswith(("logits/", "entropy", "mean_token"))}
+        evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
+        metrics |= {n: [line[n] for line in evaluations] for n in names if n.startswith("eval_") and "per_second" not in n and n != "eval_num_tokens"}
         final = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
         kept = final if name in ("sigmoid", "lora") else {n: p for n, p in final.items() if n in FEW}
         tensors = {f"{name}.{n}": t.contiguous() for n, t in thin.rows(kept).items()}
-    return {"settings": COMMON | settings, **own, "rows": len(trainer.train_dataset), "metrics": metrics}, tensors
+    return {"settings": COMMON | settings, **own, **more, "rows": len(trainer.train_dataset), "metrics": metrics}, tensors
 
 
 def tokenized(data):
@@ -209,11 +227,18 @@ def main():
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     HERE.mkdir(exist_ok=True)
+    chosen = [word for word in sys.argv[1:] if word != "--check"]
     runs, tensors = {}, {}
-    for name in RUNS:
+    for name in chosen or RUNS:
         runs[name], found = run(name)
         tensors |= found
         print(name, [round(x, 5) for x in runs[name]["metrics"]["loss"]], flush=True)
+    if chosen:
+        runs = json.loads((HERE / "runs.json").read_text()) | runs
+        tensors = load_file(HERE / "final.safetensors") | tensors
+        thin.write_json(HERE / "runs.json", runs)
+        save_file(tensors, HERE / "final.safetensors")
+        return
     rows = {data: tokenized(data) for data in DATA}
     if "--check" in sys.argv:
         old, stored = json.loads((HERE / "runs.json").read_text()), load_file(HERE / "final.safetensors")

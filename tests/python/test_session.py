@@ -425,6 +425,7 @@ class Loops(Sessions):
             ("from rlhf.legacy import SFTTrainer", "from rlhf import SFTTrainer"),
             ("from rlhf.dschat import create_prompt_dataset", "padded on the left"),
             ("from rlhf import KTOTrainer", "rlhf has no KTO"),
+            ("from rlhf import KTOConfig", "rlhf has no KTO"),
         ):
             with self.assertRaisesRegex(ImportError, expected):
                 exec(line, {})

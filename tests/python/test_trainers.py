@@ -129,14 +129,29 @@ class TheSameNumbers(Case):
             return DistillationTrainer(POLICY, POLICY, args, PROMPTS, **more)._settings
 
         bits, lora = {"load_in_4bit": True}, LoraConfig(r=2)
-        self.assertTrue(settings(bits)["load_in_4bit"])
-        same = {"quantization_config": bits}
-        self.assertTrue(settings(same, quantization_config=bits, peft_config=lora)["load_in_4bit"])
-        self.assertTrue(settings(same, args={"model_init_kwargs": bits | same}, peft_config=lora)["load_in_4bit"])
+
+        def of(found):
+            return {name: found.get(name) for name in ("load_in_4bit", "teacher_load_in_4bit", "teacher_load_in_8bit")}
+
+        both, of_teacher = (True, True, None), (None, True, None)
+        same, eight = {"quantization_config": bits}, {"quantization_config": {"load_in_8bit": True}}
+        for expected, teacher, more in (
+            (of_teacher, bits, {}),
+            (of_teacher, bits, {"peft_config": lora}),
+            (both, same, {"quantization_config": bits, "peft_config": lora}),
+            (both, same, {"args": {"model_init_kwargs": bits | same}, "peft_config": lora}),
+            ((True, None, True), eight, {"quantization_config": bits, "peft_config": lora}),
+            ((True, False, None), None, {"quantization_config": bits, "peft_config": lora}),
+        ):
+            self.assertEqual(tuple(of(settings(teacher, **more)).values()), expected, more)
+        # What transformers' configuration does not say is not the student's.
+        nested = {"quantization_config": {**bits, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "fp4"}, "peft_config": lora}
+        found = settings(bits, **nested)
+        names = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
+        self.assertEqual([found[name] for name in names], ["fp4", True])
+        self.assertEqual([found[f"teacher_{name}"] for name in names], ["nf4", False])
         for words, teacher, more in (
-            ("teacher_model_init_kwargs: load_in_4bit: with peft_config", bits, {"peft_config": lora}),
-            ("quantization_config: it would be the teacher's", None, {"quantization_config": bits}),
-            ("quantization_config: it would be of the teacher too", None, {"quantization_config": bits, "peft_config": lora}),
+            ("quantization_config: a student in 4 or 8 bits trains adapters", None, {"quantization_config": bits}),
             ("teacher_model_init_kwargs: attention = 1: expected revision", {"attention": 1}, {}),
             ("teacher_model_init_kwargs: quantization_config: expected load_in_4bit", {"quantization_config": {}}, {}),
         ):

@@ -842,6 +842,13 @@ impl Tokenizer {
         self.vocab().iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
     }
 
+    /// Number of tokens that were added to this tokenizer's vocabulary and that `other` does not have.
+    pub fn added_beyond(&self, other: &Self) -> usize {
+        let Some(own) = &self.inner else { return 0 };
+        let (own, theirs) = (own.get_vocab(false), other.vocab());
+        self.vocab().keys().filter(|token| !theirs.contains_key(*token) && !own.contains_key(*token)).count()
+    }
+
     /// Truncates texts of more than `most` tokens to their last tokens from now on; added special tokens are kept.
     ///
     /// # Errors

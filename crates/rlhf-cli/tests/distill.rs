@@ -163,21 +163,27 @@ fn pad(scratch: &Scratch, name: &str) {
 fn ids_that_only_one_model_has_take_no_part() {
     let scratch = scratch();
     let line = DISTILL.replace("prompts.jsonl", "demos.jsonl") + " --lmbda 0 --beta 0.4";
-    scratch.succeeds(&line);
+    let policy_gradient = format!("{DISTILL} --loss_type reverse_kl_advantage");
+    scratch.succeeds(&policy_gradient);
+    let plain_gradient = timeless(scratch.metrics("out"));
+    scratch.succeeds(&format!("{line} --overwrite_output_dir"));
     let plain = timeless(scratch.metrics("out"));
     let weights = |name: &str| Tensors::read(&scratch.path("out/model.safetensors")).get(name).shallow_clone();
     let head = weights("embed_out.weight");
     pad(&scratch, "teacher");
     scratch.succeeds(&format!("{line} --overwrite_output_dir"));
-    let near = |found: Vec<Map<String, Value>>| {
-        for (found, expected) in found.iter().zip(&plain) {
+    let near = |found: Vec<Map<String, Value>>, plain: &[Map<String, Value>]| {
+        for (found, expected) in found.iter().zip(plain) {
             for name in ["loss", "entropy", "grad_norm"] {
                 let (found, expected) = (found[name].as_f64().unwrap(), expected[name].as_f64().unwrap());
                 assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{name}: {found} {expected}");
             }
         }
     };
-    near(timeless(scratch.metrics("out")));
+    near(timeless(scratch.metrics("out")), &plain);
+    // A policy gradient compares the ids that both have too.
+    scratch.succeeds(&format!("{policy_gradient} --overwrite_output_dir"));
+    near(timeless(scratch.metrics("out")), &plain_gradient);
     // A student that is padded keeps what it has in these places.
     pad(&scratch, "policy");
     std::fs::remove_dir_all(scratch.path("teacher")).unwrap();
@@ -189,11 +195,75 @@ fn ids_that_only_one_model_has_take_no_part() {
     let found = weights("embed_out.weight");
     assert_eq!((found.size()[0], head.size()[0]), (360, 352));
     assert!((found.narrow(0, 352, 8) - 3.0).abs().max().double_value(&[]) == 0.0);
-    // A policy gradient has no common ids to compare.
-    let words = "loss_type = reverse_kl_advantage: expected models with vocabularies of one size, found 360 of the student and 352 of the teacher";
-    scratch.refuses(&format!("{DISTILL} --loss_type reverse_kl_advantage --overwrite_output_dir"), 2, &[words]);
+    scratch.succeeds(&format!("{policy_gradient} --temperature 20 --overwrite_output_dir"));
     // The student may sample one of these ids: its response ends there, and the run on its own responses continues.
     scratch.succeeds(&format!("{DISTILL} --temperature 20 --overwrite_output_dir"));
+}
+
+#[test]
+fn a_teacher_whose_tokenizer_has_more_added_tokens_is_learned_from_with_a_line() {
+    let scratch = scratch();
+    let edit = |change: &dyn Fn(&mut Value)| {
+        let path = scratch.path("teacher/tokenizer.json");
+        let mut tokenizer: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        change(&mut tokenizer);
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+    };
+    let added = |id: u64| {
+        serde_json::json!({
+            "id": id, "content": "<|tool|>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+        })
+    };
+    edit(&|tokenizer| {
+        let vocab = tokenizer["model"]["vocab"].as_object().unwrap();
+        let known = tokenizer["added_tokens"].as_array().unwrap().iter().map(|token| token["id"].as_u64().unwrap());
+        let next = 1 + vocab.values().map(|id| id.as_u64().unwrap()).chain(known).max().unwrap();
+        tokenizer["added_tokens"].as_array_mut().unwrap().push(added(next));
+    });
+    let ran = scratch.run(&format!("{DISTILL} --max_steps 1"));
+    let words = "the tokenizer of teacher has 1 added tokens that the student's has not; texts are read without them";
+    assert!(ran.code == 0 && ran.stderr.contains(words), "{}", ran.stderr);
+    // The student's own tokens are the teacher's too.
+    std::fs::rename(scratch.path("teacher/tokenizer.json"), scratch.path("policy/tokenizer.json")).unwrap();
+    std::fs::copy(golden().join("models/gpt_neox/tokenizer.json"), scratch.path("teacher/tokenizer.json")).unwrap();
+    let words = "teacher_model_name_or_path: expected the tokenizer of policy, found one that differs in 1 tokens";
+    scratch.refuses(&format!("{DISTILL} --overwrite_output_dir"), 1, &[words]);
+}
+
+#[test]
+fn a_teacher_has_bits_of_its_own_or_those_of_the_students_base() {
+    let scratch = scratch();
+    let loss = |flags: &str| {
+        scratch.succeeds(&format!("{DISTILL} --max_steps 1 --overwrite_output_dir {flags}"));
+        scratch.metrics("out")[0]["loss"].as_f64().unwrap()
+    };
+    let plain = loss("");
+    let [four, eight] = ["--load_in_4bit", "--load_in_8bit"].map(loss);
+    assert!(plain != four && plain != eight && four != eight);
+    assert_eq!(["--teacher_load_in_4bit", "--teacher_load_in_8bit true"].map(loss), [four, eight]);
+    let of_fp4 = loss("--teacher_load_in_4bit --teacher_bnb_4bit_quant_type fp4");
+    assert_eq!(loss("--load_in_4bit --bnb_4bit_quant_type fp4"), of_fp4);
+    // The first loss of an adapter is that of its base.
+    let of_student = loss("--use_peft --load_in_4bit --teacher_load_in_4bit false");
+    let of_both = loss("--use_peft --load_in_4bit");
+    assert!(of_student != of_both && of_student != plain && of_both != four);
+    for (flags, words) in [
+        ("--teacher_load_in_4bit --teacher_load_in_8bit", "teacher_load_in_8bit = true exclude each other"),
+        (
+            "--teacher_use_bnb_nested_quant",
+            "teacher_use_bnb_nested_quant = true has no effect without teacher_load_in_4bit",
+        ),
+        (
+            "--teacher_load_in_8bit --teacher_bnb_4bit_quant_type fp4",
+            "teacher_bnb_4bit_quant_type = fp4 has no effect without teacher_load_in_4bit",
+        ),
+        (
+            "--teacher_load_in_4bit --load_in_8bit",
+            "load_in_8bit = true has no effect without use_peft, as the teacher has",
+        ),
+    ] {
+        scratch.refuses(&format!("{DISTILL} --overwrite_output_dir {flags}"), 2, &[words]);
+    }
 }
 
 #[test]
@@ -230,7 +300,7 @@ fn settings_that_cannot_be_are_refused_in_one_line_each() {
         ("--metric_for_best_model eval_score", "metric_for_best_model"),
         (
             "--teacher_model_init_kwargs {\"dtype\":\"bfloat16\"}",
-            "teacher_model_revision, teacher_dtype and load_in_4bit",
+            "teacher_model_revision, teacher_dtype and teacher_load_in_4bit",
         ),
         ("--teacher_model_revision v1", "teacher_model_revision = v1: "),
     ] {

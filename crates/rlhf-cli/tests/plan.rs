@@ -92,6 +92,79 @@ fn a_plan_is_near_the_peak_of_the_run() {
     }
 }
 
+/// A folder with the student `big` and a teacher of twice its layers, `teacher`.
+fn with_teacher() -> Scratch {
+    let scratch = with_model();
+    scratch.edit_config("policy", "num_hidden_layers", 12);
+    let line = "sft --config_name policy/config.json --tokenizer_name policy --dataset_name demos.jsonl --output_dir teacher \
+                --max_steps 1 --no_report";
+    let ran = scratch.run(line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    scratch
+}
+
+const DISTILL: &str = "distill --model_name_or_path big --teacher_model_name_or_path teacher --dataset_name demos.jsonl --max_steps 3 \
+                       --max_completion_length 40 --no_report --device cpu";
+
+#[test]
+fn a_plan_of_distillation_is_near_the_peak_of_the_run() {
+    let scratch = with_teacher();
+    for (out, flags) in [
+        ("own", ""),
+        ("rows", "--lmbda 0 --beta 0.5"),
+        ("adapter", "--use_peft --bf16 --teacher_load_in_4bit"),
+        ("offloaded", "--lmbda 0.5 --seq_kd --offload all"),
+        ("gradient", "--loss_type reverse_kl_advantage --gradient_checkpointing"),
+    ] {
+        assert_near_peak(&scratch, &format!("{DISTILL} --output_dir {out} {flags}"));
+    }
+}
+
+#[test]
+fn a_plan_of_distillation_counts_the_teacher_as_it_is_held_and_the_logits_of_both() {
+    let scratch = with_teacher();
+    let line = format!("{DISTILL} --output_dir out");
+    let of = |flags: &str, ranks: usize| {
+        let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{line} {flags}"));
+        assert_eq!([&plan["models"][0]["role"], &plan["models"][1]["role"]], [&json!("model"), &json!("teacher")]);
+        plan
+    };
+    let teacher = |flags: &str, ranks: usize| number(&of(flags, ranks)["models"][1]["weights"]);
+    let whole = teacher("", 1);
+    assert_eq!(teacher("--zero_stage 3", 2), whole / 2.0);
+    // Layers alone are quantized: embedding, head and norms stay.
+    let four = teacher("--teacher_load_in_4bit", 1);
+    assert!(four < 0.2 * whole && four < teacher("--teacher_load_in_8bit", 1), "{four} {whole}");
+    assert_eq!(four, teacher("--load_in_4bit", 1));
+    let names = |flags: &str| {
+        let plan = of(flags, 1);
+        let phases = plan["memory"]["phases"].as_array().unwrap();
+        phases.iter().map(|phase| phase["name"].as_str().unwrap().to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(""), ["rollout", "scoring", "optimizer step", "saving"]);
+    assert_eq!(names("--lmbda 0"), ["scoring", "optimizer step", "saving"]);
+    assert!(names("--lmbda 0 --seq_kd").contains(&"rollout".into()));
+    let logits = |flags: &str, name: &str| {
+        let plan = of(flags, 1);
+        let phases = plan["memory"]["phases"].as_array().unwrap().clone();
+        number(&phases.iter().find(|phase| phase["name"] == name).unwrap()["logits"])
+    };
+    // Log-probabilities of tokens need the logits of one model at a time.
+    assert_eq!(logits("", "scoring"), 0.0);
+    assert!(logits("--loss_type reverse_kl_advantage", "scoring") > 0.0);
+    assert!(logits("", "optimizer step") > 2.0 * logits("--loss_type reverse_kl_advantage", "optimizer step"));
+    // What would make it fit, and the line before a run that does not.
+    let plan = planned(&scratch, "--memory 100MB", &line);
+    let changes: Vec<&Value> = plan["remedies"].as_array().unwrap().iter().map(|remedy| &remedy["change"]).collect();
+    for change in ["--teacher_load_in_4bit", "--offload all", "--use_peft"] {
+        assert!(changes.contains(&&json!(change)), "{changes:?}");
+    }
+    let timed: Value = serde_json::from_str(&scratch.succeeds(&format!("plan --json {line}"))).unwrap();
+    for part in ["rollout", "scoring", "training"] {
+        assert!(number(&timed["time"][part]) > 0.0, "{part}: {}", timed["time"]);
+    }
+}
+
 #[test]
 fn a_plan_of_layers_with_a_state_is_near_the_peak_of_the_run() {
     let lfm2 = json!({
@@ -354,6 +427,16 @@ fn ranks_share_what_their_stage_divides() {
     assert_eq!([gradients, moments], [weights, 2.0 * weights]);
     assert_eq!(of(4, 0), [weights, gradients, moments]);
     assert_eq!(of(4, 2), [weights, gradients / 4.0, moments / 4.0]);
+    // Until it is divided, each model is whole: here more than what is left of all parts.
+    let start = |ranks: usize, line: &str| {
+        let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{line} --zero_stage 3"));
+        let first = &plan["memory"]["phases"][0];
+        (first["name"] == "loading").then(|| number(&first["weights"]))
+    };
+    assert_eq!([start(1, SFT), start(4, SFT)], [None, Some(weights)]);
+    let dpo = "dpo --model_name_or_path policy --dataset_name pairs.jsonl --output_dir out";
+    // The reference model is read beside the policy's part.
+    assert_eq!(start(4, dpo), Some(weights / 4.0 + weights));
     assert_eq!(of(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
 }
 
@@ -637,6 +720,11 @@ fn a_run_that_does_not_fit_warns_before_it_loads() {
     let start = "warning: memory: this run needs at least about ";
     assert!(lines[0].starts_with(start) && lines[0].contains("`rlhf plan sft ...`"), "{}", lines[0]);
     assert!(lines[1].starts_with("error: policy: expected model.safetensors"), "{}", lines[1]);
+    // A teacher that does not fit beside a student that does.
+    scratch.copy("student", "gpt_neox");
+    let line = "distill --model_name_or_path student --teacher_model_name_or_path policy --dataset_name prompts.jsonl --output_dir out";
+    let ran = scratch.run(line);
+    assert!(ran.stderr.starts_with(start) && ran.stderr.contains("`rlhf plan distill ...`"), "{}", ran.stderr);
 }
 
 #[test]
@@ -645,13 +733,14 @@ fn a_pipeline_is_its_stages_whose_models_have_the_form_of_the_first() {
     let rows = |prompt: &&str| json!({"prompt": prompt, "chosen": " yes", "rejected": " no"}).to_string() + "\n";
     scratch.write("rows.jsonl", &PROMPTS.iter().map(rows).collect::<String>().repeat(4));
     let file = "output_dir: out\ndataset_name: rows.jsonl\nmodel_name_or_path: policy\nper_device_train_batch_size: 4\n\
-                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\ndpo:\n  max_steps: 2\n";
+                sft:\n  max_steps: 2\nreward:\n  max_steps: 2\nppo:\n  total_episodes: 8\n  response_length: 8\ndpo:\n  max_steps: 2\n\
+                distill:\n  teacher_model_name_or_path: policy\n  max_steps: 2\n  max_completion_length: 8\n";
     scratch.write("run.yaml", file);
     let line = "pipeline --config run.yaml";
     let plan = planned(&scratch, "", line);
     let stages = plan["stages"].as_array().unwrap();
     let commands: Vec<&str> = stages.iter().map(|stage| stage["command"].as_str().unwrap()).collect();
-    assert_eq!(commands, ["sft", "reward", "ppo", "dpo"]);
+    assert_eq!(commands, ["sft", "reward", "ppo", "dpo", "distill"]);
     let of_policy = &stages[0]["models"][0]["parameters"];
     assert_eq!(&stages[2]["models"][0]["parameters"], of_policy);
     let peaks = stages.iter().map(|stage| number(&stage["memory"]["peak"]));

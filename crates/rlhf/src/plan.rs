@@ -15,7 +15,7 @@ mod table;
 mod work;
 
 use crate::reward::Spec;
-use crate::settings::{DpoConfig, GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
+use crate::settings::{DistillConfig, DpoConfig, GenerateConfig, PpoConfig, RewardConfig, RunConfig, SftConfig};
 use crate::train::pipeline::PipelineConfig;
 use crate::train::ppo;
 use members::Models;
@@ -40,6 +40,8 @@ pub enum PlannedRun {
     Reward(RewardConfig),
     /// `rlhf dpo`.
     Dpo(DpoConfig),
+    /// `rlhf distill`.
+    Distill(DistillConfig),
     /// `rlhf ppo`, `rlhf grpo` and `rlhf rloo`.
     Ppo(PpoConfig),
 }
@@ -102,7 +104,7 @@ pub struct PipelinePlan {
 /// The part of a model in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// The model of SFT, of reward training or of generation.
+    /// The model of SFT, of reward training or of generation; the student of distillation.
     Model,
     /// The policy of PPO and DPO.
     Policy,
@@ -110,6 +112,8 @@ pub enum Role {
     ValueModel,
     /// The model that the policy is compared with.
     ReferenceModel,
+    /// The model that a student learns from.
+    Teacher,
     /// A model that scores responses.
     RewardModel,
 }
@@ -122,6 +126,7 @@ impl Role {
             Self::Policy => "policy",
             Self::ValueModel => "value model",
             Self::ReferenceModel => "reference model",
+            Self::Teacher => "teacher",
             Self::RewardModel => "reward model",
         }
     }
@@ -170,6 +175,8 @@ pub struct PlannedMemory {
 /// A phase of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PhaseKind {
+    /// Reading of the models, each of which is whole until it is divided over the ranks.
+    Loading,
     /// Sampling of the responses.
     Rollout,
     /// Evaluation of the responses by the models.
@@ -190,6 +197,7 @@ impl PhaseKind {
     /// The name in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Loading => "loading",
             Self::Rollout => "rollout",
             Self::Scoring => "scoring",
             Self::Step(Role::Policy) => "policy step",
@@ -253,7 +261,7 @@ pub struct PlannedMicroBatch {
 /// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedWork {
-    /// Number of updates; of optimizer steps in SFT, reward training and DPO, of batches in `generate`. `None` if it depends on data that were not read.
+    /// Number of updates; of optimizer steps in SFT, reward training, DPO and distillation, of batches in `generate`. `None` if it depends on data that were not read.
     pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
@@ -314,6 +322,7 @@ impl PlannedRun {
             Self::Sft(_) => "sft",
             Self::Reward(_) => "reward",
             Self::Dpo(_) => "dpo",
+            Self::Distill(_) => "distill",
             Self::Ppo(config) => config.preset.command(),
         }
     }
@@ -323,6 +332,7 @@ impl PlannedRun {
             Self::Sft(config) => &config.run,
             Self::Reward(config) => &config.run,
             Self::Dpo(config) => &config.run,
+            Self::Distill(config) => &config.run,
             Self::Ppo(config) => &config.run,
         }
     }
@@ -332,6 +342,7 @@ impl PlannedRun {
             Self::Sft(config) => &mut config.run,
             Self::Reward(config) => &mut config.run,
             Self::Dpo(config) => &mut config.run,
+            Self::Distill(config) => &mut config.run,
             Self::Ppo(config) => &mut config.run,
         }
     }
@@ -341,6 +352,7 @@ impl PlannedRun {
             Self::Sft(config) => &config.optimizer,
             Self::Reward(config) => &config.optimizer,
             Self::Dpo(config) => &config.optimizer,
+            Self::Distill(config) => &config.optimizer,
             Self::Ppo(config) => &config.optimizer,
         }
     }
@@ -350,6 +362,7 @@ impl PlannedRun {
             Self::Sft(config) => &mut config.optimizer,
             Self::Reward(config) => &mut config.optimizer,
             Self::Dpo(config) => &mut config.optimizer,
+            Self::Distill(config) => &mut config.optimizer,
             Self::Ppo(config) => &mut config.optimizer,
         }
     }
@@ -360,6 +373,7 @@ impl PlannedRun {
             Self::Sft(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
             Self::Reward(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
             Self::Dpo(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
+            Self::Distill(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
             Self::Ppo(config) => config.plan_for(MANY_PROMPTS).map(|plan| plan.batch_size),
         }
     }
@@ -370,6 +384,7 @@ impl PlannedRun {
             Self::Sft(config) => config.check()?,
             Self::Reward(config) => config.check()?,
             Self::Dpo(config) => config.check()?,
+            Self::Distill(config) => config.check()?,
             Self::Ppo(config) => return config.checked(),
         }
         Ok(Vec::new())

@@ -87,9 +87,9 @@ pub(super) fn script_of_trl(word: &str) -> Option<String> {
     Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
 }
 
-/// Trainers that are not here, as their commands are called, and the systems that have them.
+/// Trainers that are not here, as their commands are called, and the systems that have them: TRL 1.16, or a version before.
 const NO_TRAINERS: [(&[&str], &str); 2] =
-    [(&["kto", "prm"], "TRL or OpenRLHF"), (&["bco", "cpo", "minillm", "nash_md", "online_dpo", "orpo", "xpo"], "TRL")];
+    [(&["cpo", "kto", "online_dpo", "orpo"], "TRL"), (&["bco", "minillm", "nash_md", "prm", "xpo"], "TRL 1.11")];
 
 /// Returns the error for the command `name` of a trainer that is not here, or that is a script.
 pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
@@ -168,7 +168,7 @@ pub(super) fn one_line(error: &clap::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::testing::{parse_words, ppo_error, with_file};
+    use crate::cli::testing::{least, parse_words, ppo_error, with_file};
 
     #[test]
     fn each_error_of_the_command_line_is_one_line() {
@@ -215,12 +215,15 @@ mod tests {
     #[test]
     fn a_trainer_that_is_not_here_is_said_to_be_elsewhere() {
         for (name, trainer, systems) in
-            [("kto", "KTO", "TRL or OpenRLHF"), ("orpo", "ORPO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL")]
+            [("kto", "KTO", "TRL"), ("online-dpo", "ONLINE DPO", "TRL"), ("nash-md", "NASH MD", "TRL 1.11")]
         {
             let error = parse_words(&[name, "--config", "kto.yaml"]).unwrap_err();
             let expected = format!("there is no {trainer} here: take {systems} for it");
             assert_eq!(error, format!("unrecognized subcommand '{name}'; {expected}"));
         }
+        let error = parse_words(&[&least("dpo")[..], &["--desirable_weight", "2"]].concat()).unwrap_err();
+        let expected = "'--desirable_weight' found; it is of KTO, which is not here: take TRL for it";
+        assert!(error.ends_with(expected), "{error}");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::{Parsed, Stop, Task, flags};
 pub(super) const PLAN: &str = "plan";
 
 /// The commands that have a plan.
-const COMMANDS: [&str; 8] = ["sft", "reward", "dpo", "ppo", "grpo", "rloo", "pipeline", "generate"];
+const COMMANDS: [&str; 9] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo", "pipeline", "generate"];
 
 /// Flags that stand alone, or have yes or no as their value.
 const ALONE: [&str; 3] = ["--json", "--calibrate", "--help"];
@@ -83,6 +83,7 @@ fn planned(task: &Task) -> Option<PlannedRun> {
         Task::Sft(config) => Some(PlannedRun::Sft(config.clone())),
         Task::Reward(config) if !config.eval_only => Some(PlannedRun::Reward(config.clone())),
         Task::Dpo(config) => Some(PlannedRun::Dpo(config.clone())),
+        Task::Distill(config) => Some(PlannedRun::Distill(config.clone())),
         Task::Ppo(config) => Some(PlannedRun::Ppo(config.clone())),
         _ => None,
     }
@@ -170,7 +171,7 @@ mod tests {
             ),
             (
                 vec!["plan", "score"],
-                "plan: expected one of sft, reward, dpo, ppo, grpo, rloo, pipeline, generate, found `score`, which has no plan",
+                "plan: expected one of sft, reward, dpo, distill, ppo, grpo, rloo, pipeline, generate, found `score`, which has no plan",
             ),
             (vec!["plan", "launch", "ppo"], "plan: found launch: set the ranks before the command"),
             (vec!["plan", "plan", "ppo"], "found `plan`, which has no plan"),

@@ -3,7 +3,7 @@
 use super::stages::Made;
 use super::{PlannedRun, Role};
 use crate::reward::Spec;
-use crate::settings::{DpoConfig, PpoConfig, RunConfig};
+use crate::settings::{DistillConfig, DpoConfig, PpoConfig, RunConfig};
 use rlhf_base::Error;
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
@@ -38,7 +38,7 @@ pub(super) struct Models {
     /// The value model, where it starts from a folder of its own or from a reward model.
     value: Option<NamedModel>,
     rewards: Vec<NamedModel>,
-    /// The reference model of DPO, where it is another model than the policy as it starts.
+    /// The reference model of DPO, where it is another model than the policy as it starts; the teacher of distillation.
     reference: Option<NamedModel>,
     /// The critic of a policy that has none of its own: the policy's shape with a head for values.
     fresh_value: Option<ModelSizes>,
@@ -172,6 +172,13 @@ impl Models {
                 let reference = config.ref_model_name_or_path.as_deref().map(|path| lm(path, None)).transpose()?;
                 Ok(Self { reference, ..alone(main, own) })
             }
+            PlannedRun::Distill(config) => {
+                let own = &config.model_name_or_path;
+                let main = lm(own, Some(config.model_revision.as_str()))?;
+                let of_teacher = Some(config.teacher_model_revision.as_str());
+                let teacher = lm(&config.teacher_model_name_or_path, of_teacher)?;
+                Ok(Self { reference: Some(teacher), ..alone(main, own) })
+            }
             PlannedRun::Ppo(config) => {
                 let main = lm(&config.sft_model_path, Some(config.model_revision.as_str()))?;
                 let rewards = rewards.iter().filter_map(Spec::model_path);
@@ -201,7 +208,7 @@ impl Models {
         self.main.sizes.config()
     }
 
-    /// The configuration of a reference model of its own.
+    /// The configuration of a reference model of its own, or of a teacher.
     pub(super) fn reference_config(&self) -> Option<&ModelConfig> {
         self.reference.as_ref().map(|model| model.sizes.config())
     }
@@ -224,6 +231,7 @@ impl Models {
             PlannedRun::Sft(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
             PlannedRun::Reward(config) => Ok(vec![self.alone(&config.run, config.peft.lora(), &config.optimizer)?]),
             PlannedRun::Dpo(config) => self.of_dpo(config),
+            PlannedRun::Distill(config) => self.of_distillation(config),
             PlannedRun::Ppo(config) => self.of_ppo(config),
         }
     }
@@ -268,6 +276,19 @@ impl Models {
             if config.sync.sync_ref_model { followed(&model.sizes, run)? } else { hold(&model.sizes, holding, run)? };
         members.push(Member { is_view, is_dropped, ..model.member(Role::ReferenceModel, held, run.dist.zero_stage) });
         Ok(members)
+    }
+
+    fn of_distillation(&self, config: &DistillConfig) -> Result<Vec<Member<'_>>> {
+        let (run, lora) = (&config.run, config.peft.lora());
+        let mut student = self.alone(run, lora.clone(), &config.optimizer)?;
+        student.adapter = lora.map(|lora| {
+            let drops = lora.dropout > 0.0 && !config.disable_dropout;
+            (lora, drops)
+        });
+        let teacher = self.reference.as_ref().unwrap_or(&self.main);
+        let (dtype, format) = (config.dtype_of_teacher().kind(), config.teacher_format());
+        let held = teacher.sizes.held_as(Holding::Frozen(0), dtype, compute(run), format)?;
+        Ok(vec![student, teacher.member(Role::Teacher, held, run.dist.zero_stage)])
     }
 
     fn of_ppo(&self, config: &PpoConfig) -> Result<Vec<Member<'_>>> {

@@ -5,7 +5,7 @@ use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, shares, tokens_of};
 use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::rl::learner::EpochPlan;
-use crate::settings::{LogprobsOf, PpoConfig};
+use crate::settings::{DistillConfig, DistillLoss, LogprobsOf, PpoConfig, SamplingConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
 use rlhf_lm::model::{
@@ -17,6 +17,9 @@ use tch::{Device, Kind};
 
 /// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
+
+/// Number of f32 tensors of the smaller vocabulary's size that a divergence holds at once, beside the logits of both models.
+const DIVERGENCE_LOGITS: usize = 5;
 
 /// Bytes per logit of sampling with filters: probabilities, their sums in f64, and sorted copies.
 const FILTERED_LOGITS: usize = 40;
@@ -114,8 +117,12 @@ impl<'a> Job<'a> {
     pub(super) fn ppo(&self) -> Option<&PpoConfig> {
         match self.run {
             PlannedRun::Ppo(config) => Some(config),
-            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) => None,
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) | PlannedRun::Distill(_) => None,
         }
+    }
+
+    pub(super) fn distillation(&self) -> Option<&DistillConfig> {
+        if let PlannedRun::Distill(config) = self.run { Some(config) } else { None }
     }
 
     /// Number of ranks that share a model of this stage.
@@ -211,10 +218,14 @@ impl<'a> Job<'a> {
 
     /// Memory of all phases.
     pub(super) fn memory(&self) -> PlannedMemory {
-        let mut phases = Vec::new();
+        let mut phases = Vec::from_iter(self.loading());
         if let Some(config) = self.ppo() {
             phases.push(self.rollout(config));
             phases.extend(self.scoring(config));
+        }
+        if let Some(config) = self.distillation() {
+            phases.extend(self.sampling(config));
+            phases.extend(self.teacher_pass(config));
         }
         phases.extend(self.reference_pass());
         for member in self.members.iter().filter(|member| member.is_trained) {
@@ -224,6 +235,20 @@ impl<'a> Job<'a> {
         }
         phases.push(self.saving());
         PlannedMemory::of(phases, self.machine.available)
+    }
+
+    /// Reading of the models, where a rank holds less of them later: each is whole until it is divided.
+    fn loading(&self) -> Option<Phase> {
+        let divides = |member: &Member<'_>| member.stage.shards_parameters();
+        if self.machine.ranks == 1 || !self.members.iter().any(divides) {
+            return None;
+        }
+        let (mut before, mut most) = (0, 0);
+        for member in self.members.iter().filter(|member| !member.is_view) {
+            most = most.max(before + member.held.share_of(1) + member.held.originals);
+            before += self.resident(member).weights;
+        }
+        Some(Phase { weights: most, ..Phase::new(PhaseKind::Loading, self.machine.program) })
     }
 
     /// The rows of an update that each rank has. Memory is that of the rank that needs most: where rows are sorted, that with the longest.
@@ -243,7 +268,7 @@ impl<'a> Job<'a> {
         match self.run {
             PlannedRun::Ppo(config) => !(dynamic || config.needs_critic() && config.legacy.value_head),
             PlannedRun::Dpo(config) => !(dynamic || config.adapter_dropout() > 0.0),
-            PlannedRun::Sft(_) | PlannedRun::Reward(_) => false,
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Distill(_) => false,
         }
     }
 
@@ -259,7 +284,6 @@ impl<'a> Job<'a> {
 
     /// Sampling: the cache of a batch of responses, and the logits of their next tokens.
     fn rollout(&self, config: &PpoConfig) -> Phase {
-        let mut phase = self.base(PhaseKind::Rollout);
         let policy = &self.members[0];
         let size = config.advantage.num_generations;
         let most = config.local_rollout_forward_batch_size;
@@ -268,8 +292,6 @@ impl<'a> Job<'a> {
             |update: &Vec<Row>| update.len().div_ceil(self.machine.of_rows.max(1)).next_multiple_of(size.max(1));
         let own = self.rows.updates.iter().map(largest).max().unwrap_or(0);
         let prompts = (most / size).max(1);
-        let sampling = &config.sampling;
-        let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
         let sampled = Sampled {
             rows: most.min(own).max(1),
             prompts: prompts.min(own.div_ceil(size)).max(1),
@@ -277,22 +299,89 @@ impl<'a> Job<'a> {
             new_tokens: config.response_length,
             // Where a group takes several batches, until the last of them.
             keeps_prompts: size > 1 && size > most,
-            is_plain: filters
-                || sampling.logprobs_of == LogprobsOf::Filtered
-                || sampling.repetition_penalty != 1.0
-                || !uses_kernels(self.compute, self.machine.device),
+            is_plain: self.is_plain(&config.sampling),
             device: self.machine.device,
         };
-        sampled.add_to(&mut phase, policy.sizes, self.compute);
-        if self.releases(policy.stage) {
-            phase.weights += if config.dist.ds3_gather_for_generation {
-                policy.held.share_of(1) + policy.held.copies - policy.held.share_of(self.machine.ranks)
+        self.decoding(policy, sampled, config.dist.ds3_gather_for_generation)
+    }
+
+    /// Whether libtorch's own operations sample.
+    fn is_plain(&self, sampling: &SamplingConfig) -> bool {
+        let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
+        filters
+            || sampling.logprobs_of == LogprobsOf::Filtered
+            || sampling.repetition_penalty != 1.0
+            || !uses_kernels(self.compute, self.machine.device)
+    }
+
+    /// Sampling by a member; `gathers` its whole parameters once, where they are divided.
+    fn decoding(&self, member: &Member<'_>, sampled: Sampled, gathers: bool) -> Phase {
+        let mut phase = self.base(PhaseKind::Rollout);
+        sampled.add_to(&mut phase, member.sizes, self.compute);
+        if self.releases(member.stage) {
+            phase.weights += if gathers {
+                member.held.share_of(1) + member.held.copies - member.held.share_of(self.machine.ranks)
             } else {
-                self.gathered(policy, false)[0]
+                self.gathered(member, false)[0]
             };
         }
-        phase.weights += self.temporary(policy);
+        phase.weights += self.temporary(member) + self.brought(member).weights;
         phase
+    }
+
+    /// Sampling of the responses of distillation, by the model that takes most.
+    fn sampling(&self, config: &DistillConfig) -> Option<Phase> {
+        let of = |role: Role| {
+            let of_role = |at: &usize| self.rows.samplers.get(*at) == Some(&Some(role));
+            // Ranks sample about as many rows.
+            let rows = |at: usize| self.rows.updates[at].len().div_ceil(self.machine.of_rows.max(1));
+            let rows = (0..self.rows.updates.len()).filter(of_role).map(rows);
+            let rows = rows.max()?.min(config.local_rollout_forward_batch_size).max(1);
+            let sampled = Sampled {
+                rows,
+                prompts: rows,
+                longest: self.rows.longest_prompt(),
+                new_tokens: config.max_completion_length,
+                keeps_prompts: false,
+                is_plain: self.is_plain(&config.sampling),
+                device: self.machine.device,
+            };
+            let member = self.members.iter().find(|member| member.role == role)?;
+            Some(self.decoding(member, sampled, config.ds3_gather_for_generation))
+        };
+        let size = |phase: &Phase| phase.activations + phase.cache + phase.logits + phase.weights;
+        [Role::Model, Role::Teacher].into_iter().filter_map(of).max_by_key(size)
+    }
+
+    /// A pass of the teacher over a micro-batch: hidden states, or log-probabilities where tokens alone are compared.
+    fn teacher_pass(&self, config: &DistillConfig) -> Option<Phase> {
+        let teacher = self.teacher()?;
+        let tokens = self.largest_pass(self.limit);
+        let mut phase = self.forward_pass(teacher, tokens);
+        if !self.compares_slices(config) {
+            phase.logits = self.logits(teacher, tokens.outputs, false);
+        }
+        Some(phase)
+    }
+
+    fn teacher(&self) -> Option<&Member<'a>> {
+        self.members.iter().find(|member| member.role == Role::Teacher)
+    }
+
+    /// Whether slices of the logits of student and teacher are held together.
+    fn compares_slices(&self, config: &DistillConfig) -> bool {
+        let sizes = |member: &Member<'_>| member.sizes.config().vocab_size;
+        let differ = self.teacher().map(sizes) != self.members.first().map(sizes);
+        config.loss.loss_type == DistillLoss::Jsd || differ
+    }
+
+    /// Bytes of the logits of a pass of a student with this many outputs, and of what a divergence makes of them.
+    fn compared_logits(&self, student: &Member<'_>, teacher: &Member<'_>, outputs: usize) -> usize {
+        let [own, other] = [student, teacher].map(|member| member.sizes.config().vocab_size.max(1));
+        let rows = outputs.min((self.logits_chunk() / own).max(1) as usize);
+        let logits = (own + other) as usize * self.compute.elt_size_in_bytes();
+        let mixes = self.distillation().is_some_and(|config| config.loss.beta > 0.0 && config.loss.beta < 1.0);
+        rows * (logits + own.min(other) as usize * 4 * (DIVERGENCE_LOGITS + usize::from(mixes)))
     }
 
     /// Evaluation of the responses by each model that evaluates them; the largest.
@@ -401,6 +490,7 @@ impl<'a> Job<'a> {
             PlannedRun::Sft(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Reward(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Dpo(config) => (config.batches().rows_per_pass(), usize::MAX),
+            PlannedRun::Distill(config) => (config.batches().rows_per_pass(), usize::MAX),
             PlannedRun::Ppo(config) => match config.plan_for(MANY_PROMPTS).map(|plan| plan.epoch) {
                 Ok(EpochPlan { part_size, micro_batch_size, .. }) => (micro_batch_size, part_size),
                 Err(_) => (usize::MAX, usize::MAX),
@@ -421,8 +511,15 @@ impl<'a> Job<'a> {
         let Activations { stored, working } = self.activations(member, tokens);
         let is_lm = !matches!(self.run, PlannedRun::Reward(_)) && member.role != Role::ValueModel;
         phase.logits = if is_lm { self.logits(member, tokens.outputs, true) } else { 0 };
+        if let (Some(config), Some(teacher)) = (self.distillation(), self.teacher()) {
+            if self.compares_slices(config) {
+                phase.logits = self.compared_logits(member, teacher, tokens.outputs);
+            }
+            // The teacher is there for all micro-batches.
+            phase.weights += self.brought(teacher).weights;
+        }
         // Logits are gone before the first layer's backward pass begins.
-        phase.activations = stored + working.saturating_sub(phase.logits) + self.distributions();
+        phase.activations = stored + working.saturating_sub(phase.logits) + self.distributions(tokens.outputs);
         let [weights, gradients] = self.gathered(member, true);
         let stored = if self.run.run().gradient_checkpointing { 0 } else { member.held.widened_layers };
         phase.weights += weights + self.temporary(member).max(stored);
@@ -441,7 +538,7 @@ impl<'a> Job<'a> {
             PlannedRun::Dpo(config) => {
                 (config.plan_for(MANY_PROMPTS).ok()?.batch_size, config.batches().rows_per_pass())
             }
-            PlannedRun::Sft(_) | PlannedRun::Reward(_) => return None,
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Distill(_) => return None,
         };
         let texts = self.rows.texts(texts);
         let limits = Limits { rows, tokens: self.limit, shares: false, rows_of_item: 1 };
@@ -450,8 +547,16 @@ impl<'a> Job<'a> {
     }
 
     /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
-    /// the copy of its LM head where that is offloaded, or changes.
-    fn distributions(&self) -> usize {
+    /// the copy of its LM head where that is offloaded, or changes. In distillation, of the teacher's at the `outputs` of a micro-batch.
+    fn distributions(&self, outputs: usize) -> usize {
+        if let (Some(config), Some(teacher)) = (self.distillation(), self.teacher()) {
+            let own = teacher.sizes.config();
+            let copies = self.releases(teacher.stage) || config.run.offload.offloads_models();
+            let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
+            // The states of the sequences, and as one tensor.
+            let states = 2 * outputs + if copies { own.vocab_size as usize } else { 0 };
+            return if self.compares_slices(config) { width * states } else { 0 };
+        }
         let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
         let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
         let tokens = self.rows.updates.iter().map(outputs).max().unwrap_or(0);
@@ -557,7 +662,9 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let of_logits = trained().map(|member| self.bytes_per_logit(member, true)).max().unwrap_or(0).max(4);
+            let of_slices = self.distillation().filter(|config| self.compares_slices(config));
+            let of_trained = trained().map(|member| self.bytes_per_logit(member, true)).max().unwrap_or(0).max(4);
+            let of_logits = of_slices.map_or(of_trained, |_| 4 * (DIVERGENCE_LOGITS + 3));
             let beside = memory.peak_without_activations() + self.logits_chunk() as usize * of_logits;
             available.saturating_sub(beside) / per_token.max(1)
         });

@@ -6,7 +6,6 @@
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use super::rows::Row;
-use crate::settings::PpoConfig;
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{
     Batch, CausalLm, DropoutRows, Dtype, LogprobOptions, LoraConfig, ModelConfig, ModelOptions, ModelSizes, PassTokens,
@@ -103,9 +102,14 @@ impl<'a> Passes<'a> {
         let PassTokens { computed, outputs, source, .. } = job.largest_pass(job.limit);
         let computed = computed + source.computed;
         let rows: Vec<usize> = job.rows.updates.iter().flatten().map(|row| row.len).collect();
-        let rows_at_once = |config: &PpoConfig| {
-            let rows = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.of_rows);
-            rows.min(config.local_rollout_forward_batch_size)
+        let own = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.of_rows);
+        // Rows that are decoded at once, and tokens of a response.
+        let sampled = match (job.ppo(), job.distillation()) {
+            (Some(config), _) => Some((config.local_rollout_forward_batch_size, config.response_length)),
+            (_, Some(config)) if config.samples() => {
+                Some((config.local_rollout_forward_batch_size, config.max_completion_length))
+            }
+            _ => None,
         };
         let run = job.run.run();
         Ok(Self {
@@ -118,9 +122,7 @@ impl<'a> Passes<'a> {
             tokens: computed,
             len: rows.iter().sum::<usize>() / rows.len().max(1),
             counted: outputs as f64 / computed.max(1) as f64,
-            decodes: job
-                .ppo()
-                .map(|config| (rows_at_once(config), job.rows.longest_prompt() + config.response_length / 2)),
+            decodes: sampled.map(|(rows, tokens)| (own.min(rows), job.rows.longest_prompt() + tokens / 2)),
         })
     }
 }

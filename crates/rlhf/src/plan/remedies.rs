@@ -4,7 +4,7 @@ use super::members::Models;
 use super::memory::Job;
 use super::rows::Rows;
 use super::{Machine, PlannedMemory, PlannedRun, Remedy};
-use crate::settings::{OffloadPart, PpoConfig};
+use crate::settings::{DistillConfig, OffloadPart, PpoConfig};
 use rlhf_base::dist::{ZeroStage, as_ranks};
 use rlhf_lm::optim::Optim;
 use rlhf_lm::optim::micro_batch::MicroBatchLimit;
@@ -37,6 +37,15 @@ impl Edit {
     fn of_ppo(flags: impl Into<String>, apply: impl Fn(&mut PpoConfig) + 'static) -> Self {
         Self::new(flags, move |run| {
             if let PlannedRun::Ppo(config) = run {
+                apply(config);
+            }
+        })
+    }
+
+    /// A change of the settings of distillation; none for other runs.
+    fn of_distillation(flags: impl Into<String>, apply: impl Fn(&mut DistillConfig) + 'static) -> Self {
+        Self::new(flags, move |run| {
+            if let PlannedRun::Distill(config) = run {
                 apply(config);
             }
         })
@@ -105,6 +114,7 @@ fn adapters(job: &Job<'_>) -> Option<Edit> {
         PlannedRun::Sft(config) => config.peft.use_peft = true,
         PlannedRun::Reward(config) => config.peft.use_peft = true,
         PlannedRun::Dpo(config) => config.peft.use_peft = true,
+        PlannedRun::Distill(config) => config.peft.use_peft = true,
         PlannedRun::Ppo(config) => config.peft.use_peft = true,
     });
     let is_new = job.members.iter().all(|member| member.adapter.is_none());
@@ -113,6 +123,12 @@ fn adapters(job: &Job<'_>) -> Option<Edit> {
 
 /// Frozen weights in 4 bits, unless they are quantized.
 fn four_bits(run: &PlannedRun) -> Option<Edit> {
+    if let PlannedRun::Distill(config) = run {
+        let four = Edit::of_distillation("--teacher_load_in_4bit", |config| {
+            config.teacher_quantization.teacher_load_in_4bit = Some(true);
+        });
+        return config.teacher_format().is_none().then(|| four.with_effect("the teacher has 4 bits"));
+    }
     let four = Edit::new("--load_in_4bit", |run| run.run_mut().quantization.load_in_4bit = true);
     run.run().quantization.quantization().is_none().then(|| four.with_effect("frozen weights have 4 bits"))
 }
@@ -138,6 +154,10 @@ fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     if job.ppo().is_some_and(|config| config.local_rollout_forward_batch_size > ROWS) {
         let flags = format!("--local_rollout_forward_batch_size {ROWS}");
         edits.push(Edit::of_ppo(flags, |config| config.local_rollout_forward_batch_size = ROWS));
+    }
+    if job.distillation().is_some_and(|config| config.samples() && config.local_rollout_forward_batch_size > ROWS) {
+        let flags = format!("--local_rollout_forward_batch_size {ROWS}");
+        edits.push(Edit::of_distillation(flags, |config| config.local_rollout_forward_batch_size = ROWS));
     }
     edits
 }
@@ -165,12 +185,13 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
         }));
     }
     if let Some(four) = four_bits(run) {
-        // Quantized weights are frozen.
-        edits.push(Edit::together(adapters(job).into_iter().chain([four]).collect()));
+        // Quantized weights are frozen: those of a teacher are.
+        let others = adapters(job).filter(|_| job.distillation().is_none());
+        edits.push(Edit::together(others.into_iter().chain([four]).collect()));
     }
     let offload = &run.run().offload;
     let (part, flag) = match run {
-        PlannedRun::Ppo(_) => (OffloadPart::All, "--offload all"),
+        PlannedRun::Ppo(_) | PlannedRun::Distill(_) => (OffloadPart::All, "--offload all"),
         PlannedRun::Dpo(config) if config.keeps_reference() => (OffloadPart::All, "--offload all"),
         PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) => {
             (OffloadPart::Optimizer, "--offload optimizer")

@@ -1,11 +1,12 @@
 //! The rows of a run by their lengths, and their division into passes.
 
-use super::PlannedRun;
 use super::members::Models;
+use super::{PlannedRun, Role};
 use crate::data;
 use crate::data::{Cursor, Dataset, PromptLimit, Sources};
-use crate::settings::{DataConfig, DpoConfig, PpoConfig, RewardConfig, SftConfig, Stage};
+use crate::settings::{DataConfig, DistillConfig, DistillLoss, DpoConfig, PpoConfig, RewardConfig, SftConfig, Stage};
 use crate::train::check_held_out;
+use crate::train::distill::{DistillRow, Source, planned_rows};
 use crate::train::dpo::{PairRow, planned_pairs};
 use crate::train::ppo::prompt_limit;
 use crate::train::reward_model::{self, leave_out_long};
@@ -34,6 +35,8 @@ pub(super) struct Rows {
     pub(super) block: usize,
     /// Number of rows, one after another, that no pass divides: the two sides of a pair of DPO, else 1.
     pub(super) rows_of_item: usize,
+    /// The model that samples the responses of each update of distillation; `None` where they are the dataset's. Empty for other runs.
+    pub(super) samplers: Vec<Option<Role>>,
     /// Assumptions.
     pub(super) notes: Vec<String>,
 }
@@ -75,6 +78,7 @@ impl Rows {
             PlannedRun::Sft(config) => Self::of_sft(config, models),
             PlannedRun::Reward(config) => Self::of_reward(config, models),
             PlannedRun::Dpo(config) => Self::of_dpo(config, models),
+            PlannedRun::Distill(config) => Self::of_distillation(config, models),
             PlannedRun::Ppo(config) => Self::of_prompts(config, models),
         }
     }
@@ -83,11 +87,13 @@ impl Rows {
     pub(super) fn unread(run: &PlannedRun) -> Self {
         let (rows, rows_of_item) = match run {
             PlannedRun::Ppo(config) => (config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size), 1),
+            PlannedRun::Distill(config) => (config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size), 1),
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => (1, 1),
             PlannedRun::Dpo(_) => (2, 2),
         };
-        let updates = vec![vec![Row::default(); rows]];
-        Self { updates, available: None, block: 0, rows_of_item, notes: Vec::new() }
+        let samplers = if let PlannedRun::Distill(config) = run { samplers(config) } else { Vec::new() };
+        let updates = vec![vec![Row::default(); rows]; samplers.len().max(1)];
+        Self { updates, available: None, block: 0, rows_of_item, samplers, notes: Vec::new() }
     }
 
     /// `rows` blocks of text, each token of which but the first is an output.
@@ -204,6 +210,39 @@ impl Rows {
         Ok(found)
     }
 
+    fn of_distillation(config: &DistillConfig, models: &Models) -> Result<Self> {
+        let mut tokenizer = models.tokenizer()?;
+        let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
+        check_held_out(&config.eval, &sources, &config.data)?;
+        let shapes = [Some(models.policy()), models.reference_config()];
+        let (rows, lens) = planned_rows(config, &mut tokenizer, &sources, shapes)?;
+        let batch = config.plan_for(rows.len())?.batch_size;
+        let of = |row: &DistillRow| Row {
+            prompt: row.prompt().to_vec(),
+            len: row.tokens.len(),
+            outputs: row.outputs(),
+            ..Row::default()
+        };
+        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
+            drawn.into_iter().map(|row| of(&rows[row])).collect()
+        });
+        found.samplers = samplers(config);
+        for (update, sampler) in found.updates.iter_mut().zip(&found.samplers) {
+            if sampler.is_some() {
+                let new = config.max_completion_length;
+                update.iter_mut().for_each(|row| (row.len, row.outputs) = (row.prompt.len() + new, new));
+            }
+            update.sort_by_key(|row| row.len);
+        }
+        if config.loss.loss_type == DistillLoss::Jsd {
+            found.notes.push(
+                "the time of the divergences over the vocabulary is not planned, beside the logits of both models"
+                    .into(),
+            );
+        }
+        Ok(found)
+    }
+
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
         let of_models = prompt_limit(models.policy(), models.context(), config.response_length)?;
         let limit = PromptLimit::new(&config.prompt_length, of_models)?;
@@ -259,7 +298,8 @@ impl Rows {
     ) -> Self {
         let mut cursor = Cursor::mixture(seed, lens, &data.dataset_weights);
         let updates = (0..UPDATES).map(|_| rows(cursor.take(batch))).collect();
-        Self { updates, available: Some(lens.iter().sum()), block: 0, rows_of_item: 1, notes: Vec::new() }
+        let (available, samplers, notes) = (Some(lens.iter().sum()), Vec::new(), Vec::new());
+        Self { updates, available, block: 0, rows_of_item: 1, samplers, notes }
     }
 
     /// The number of tokens of the longest row, or pair, whose shared prompt may be computed once.
@@ -272,6 +312,24 @@ impl Rows {
     pub(super) fn longest_prompt(&self) -> usize {
         self.updates.iter().flatten().map(|row| row.prompt.len()).max().unwrap_or(0)
     }
+}
+
+/// The model that samples the responses of each of the first updates, as the run will draw it. Where these updates have one kind of responses and
+/// the run has two, the last of them stands for the other.
+fn samplers(config: &DistillConfig) -> Vec<Option<Role>> {
+    let role = |source: Source| match source {
+        Source::Rows => None,
+        Source::Student => Some(Role::Model),
+        Source::Teacher => Some(Role::Teacher),
+    };
+    let mut all: Vec<Option<Role>> =
+        (0..UPDATES as u64).map(|update| role(Source::of_update(config, update))).collect();
+    let kinds = Source::of_run(config).into_iter().map(role);
+    let missing: Vec<Option<Role>> = kinds.filter(|kind| !all.contains(kind)).collect();
+    if let (Some(kind), Some(last)) = (missing.first(), all.last_mut()) {
+        *last = *kind;
+    }
+    all
 }
 
 fn texts_note(block: usize) -> String {

@@ -23,11 +23,6 @@ pub(super) struct Made {
 /// # Errors
 /// The first error of a stage, with its name.
 pub(super) fn plan(config: &PipelineConfig, options: &PlanOptions) -> Result<PipelinePlan> {
-    if config.distill.is_some() {
-        return Err(Error::Usage(
-            "plan: found a stage distill in the pipeline, which has no plan; --skip distill leaves it out".into(),
-        ));
-    }
     let (mut made, mut stages) = (Vec::new(), Vec::new());
     for (stage, run, start) in runs(config) {
         let named = |error: Error| {
@@ -97,5 +92,10 @@ fn runs(config: &PipelineConfig) -> impl Iterator<Item = (Stage, PlannedRun, Sta
         let model = &ppo.sft_model_path;
         (Stage::Ppo, PlannedRun::Ppo(ppo.clone()), start(model, &ppo.model_revision, model))
     });
-    [sft, reward, ppo, dpo].into_iter().flatten()
+    let distill = config.distill.as_ref().map(|distill| {
+        let model = &distill.model_name_or_path;
+        let start = start(model, &distill.model_revision, model);
+        (Stage::Distill, PlannedRun::Distill(distill.clone()), start)
+    });
+    [sft, reward, ppo, dpo, distill].into_iter().flatten()
 }

@@ -1,11 +1,12 @@
 //! Tokens, operations and seconds of an update.
 
+use super::members::Member;
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
 use super::rates::Rates;
 use super::rows::{MANY_PROMPTS, Row};
 use super::{PlannedRun, PlannedTime, PlannedWork, Role};
-use crate::settings::PpoConfig;
+use crate::settings::{DistillConfig, PpoConfig};
 
 /// The work of a mean update, of all ranks.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,13 +27,17 @@ pub(super) struct Work {
 pub(super) fn of(job: &Job<'_>) -> Work {
     let count = job.rows.updates.len().max(1) as f64;
     let mut work = Work::default();
-    for update in &job.rows.updates {
+    for (at, update) in job.rows.updates.iter().enumerate() {
         let tokens: usize = update.iter().map(|row| row.len).sum();
         work.planned.tokens_per_update += tokens as f64 / count;
         training(job, update, count, &mut work);
         match job.run {
             PlannedRun::Ppo(config) => rollout(job, config, update, count, &mut work),
             PlannedRun::Dpo(_) => scoring(job, update, count, &mut work),
+            PlannedRun::Distill(config) => {
+                sampling(job, config, at, count, &mut work);
+                scoring(job, update, count, &mut work);
+            }
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => {}
         }
     }
@@ -52,6 +57,7 @@ fn updates(job: &Job<'_>) -> Option<usize> {
         PlannedRun::Sft(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Reward(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Dpo(config) => config.plan_for(rows).map(|plan| plan.num_updates),
+        PlannedRun::Distill(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Ppo(config) => config.plan_for(rows).map(|plan| plan.num_total_batches),
     };
     match job.rows.available {
@@ -86,12 +92,8 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
 fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: &mut Work) {
     let Some(policy) = job.members.first() else { return };
     let size = config.advantage.num_generations.max(1);
-    let prompts: Vec<usize> = update.iter().step_by(size).map(|row| row.prompt.len()).collect();
-    work.prefill.add(forward(policy.sizes, Read::of_prompts(policy.sizes, &prompts)), 1.0 / count);
-    let decoded = Read::of_responses(policy.sizes, &prompts, size, config.response_length);
-    work.decode.add(forward(policy.sizes, decoded), 1.0 / count);
-    let batches = update.len().div_ceil(config.local_rollout_forward_batch_size.max(1));
-    work.decode_steps += (batches * config.response_length) as f64 / count;
+    let sizes = (size, config.response_length, config.local_rollout_forward_batch_size);
+    decoding(policy, update, sizes, count, work);
     scoring(job, update, count, work);
     let read = Read::of(job, update, 1.0);
     let exact = job.compute == tch::Kind::Float;
@@ -100,9 +102,41 @@ fn rollout(job: &Job<'_>, config: &PpoConfig, update: &[Row], count: f64, work: 
     }
 }
 
-/// Adds a pass of each other model than the policy over `update`.
+/// Adds sampling of `size` responses of `new_tokens` to each prompt of `update`, `rows` of them at once.
+fn decoding(
+    member: &Member<'_>,
+    update: &[Row],
+    (size, new_tokens, rows): (usize, usize, usize),
+    count: f64,
+    work: &mut Work,
+) {
+    let prompts: Vec<usize> = update.iter().step_by(size).map(|row| row.prompt.len()).collect();
+    work.prefill.add(forward(member.sizes, Read::of_prompts(member.sizes, &prompts)), 1.0 / count);
+    let decoded = Read::of_responses(member.sizes, &prompts, size, new_tokens);
+    work.decode.add(forward(member.sizes, decoded), 1.0 / count);
+    let batches = update.len().div_ceil(rows.max(1));
+    work.decode_steps += (batches * new_tokens) as f64 / count;
+}
+
+/// Adds sampling of distillation's responses of the update at `at`, if a model samples them.
+fn sampling(job: &Job<'_>, config: &DistillConfig, at: usize, count: f64, work: &mut Work) {
+    let Some(Some(role)) = job.rows.samplers.get(at).copied() else { return };
+    let (Some(student), Some(by)) = (job.members.first(), job.members.iter().find(|member| member.role == role)) else {
+        return;
+    };
+    let before = work.decode_steps;
+    let sizes = (1, config.max_completion_length, config.local_rollout_forward_batch_size);
+    decoding(by, &job.rows.updates[at], sizes, count, work);
+    // The rate is that of the student; a step reads all weights.
+    let products = |member: &Member<'_>| member.sizes.products().iter().sum::<usize>().max(1) as f64;
+    work.decode_steps = before + (work.decode_steps - before) * products(by) / products(student);
+}
+
+/// Adds a pass of each other model than the policy, or the student, over `update`.
 fn scoring(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
-    for member in job.members.iter().filter(|member| member.role != Role::Policy && !member.is_dropped) {
+    for member in
+        job.members.iter().filter(|member| !matches!(member.role, Role::Policy | Role::Model) && !member.is_dropped)
+    {
         let read = Read::of(job, &job.read_by(member, update), 1.0);
         work.scoring.add(forward(member.sizes, read), 1.0 / count);
     }

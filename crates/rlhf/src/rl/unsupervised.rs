@@ -34,7 +34,13 @@ pub struct UnsupervisedConfig {
 
 impl UnsupervisedConfig {
     pub(crate) fn check(&self) -> Result<()> {
-        let (usual, none): (Self, _) = (defaults(), self.unsupervised_dataset_name.is_none());
+        let usual: Self = defaults();
+        self.check_with_default(usual.unsup_coef)
+    }
+
+    /// [`UnsupervisedConfig::check`] in a command where the coefficient's default is `usual`.
+    pub(crate) fn check_with_default(&self, usual: f64) -> Result<()> {
+        let none = self.unsupervised_dataset_name.is_none();
         let without = "without unsupervised_dataset_name";
         all([
             above_zero(name_of!(self.unsup_coef), self.unsup_coef),
@@ -42,7 +48,7 @@ impl UnsupervisedConfig {
                 .as_ref()
                 .filter(|_| none)
                 .map_or(Ok(()), |name| no_effect(name_of!(self.unsupervised_dataset_config_name), name, without)),
-            if none && self.unsup_coef != usual.unsup_coef {
+            if none && self.unsup_coef != usual {
                 no_effect(name_of!(self.unsup_coef), self.unsup_coef, without)
             } else {
                 Ok(())

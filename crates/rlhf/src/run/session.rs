@@ -92,6 +92,14 @@ pub(crate) trait Trainee {
     /// If a file cannot be written, or `dtype` does not hold a number of the model.
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()>;
 
+    /// Writes other models that a run resumes from beside those in `dir`, on rank 0 alone.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn write_beside(&self, _dir: &Path) -> Result<()> {
+        Ok(())
+    }
+
     /// Writes the optimizers' states beside the models in `dir`.
     ///
     /// # Errors
@@ -684,6 +692,7 @@ impl<'w> Session<'w> {
         let state = progress.snapshot.as_ref().map(|snapshot| snapshot.state.clone()).unwrap_or_default();
         self.checkpoints.save(done, metrics, state, |dir| {
             trainee.write_models(dir, Dtype::Auto)?;
+            trainee.write_beside(dir)?;
             trainee.write_optimizers(dir)
         })?;
         let dir = self.checkpoints.place(done);

@@ -9,14 +9,15 @@ use crate::data::settings::{DataConfig, LongPrompts, PromptLengthConfig};
 use crate::run::checkpoint::RunSettings;
 use crate::run::settings::{EvalConfig, RunConfig};
 use rlhf_base::Result;
+use rlhf_base::name_of;
 use rlhf_base::schema::{
     BATCHES, Choices, DATA, DIST, Field, LOGGING, LOSS, MODELS, MOST_ROWS, OPTIMIZER, Refusals, SAMPLING, SPEED,
-    Settings, above_zero, all, at_least_one, defaults, defaults_with, no_effect, refuse, steps_or_minus_one,
+    Settings, above_zero, all, at_least_one, defaults, defaults_with, exclude, no_effect, refuse, steps_or_minus_one,
     zero_to_one,
 };
 use rlhf_lm::generate::settings::{LogprobsOf, SamplingConfig};
 use rlhf_lm::generate::{MIN_TEMPERATURE, Sampling};
-use rlhf_lm::model::{Divergence, Dtype, PeftConfig};
+use rlhf_lm::model::{Divergence, Dtype, PeftConfig, QuantType, Quantization, QuantizationConfig};
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 
 /// Settings of groups that have another default in this command, TRL's.
@@ -40,9 +41,13 @@ pub struct DistillConfig {
     /// Branch, tag or commit of `teacher_model_name_or_path` on the hub.
     #[setting(heading = MODELS, default = "main")]
     pub teacher_model_revision: String,
-    /// Dtype of the teacher's weights in memory [default: `dtype`]. `load_in_4bit` holds them in 4 bits, also without `use_peft`.
+    /// Dtype of the teacher's weights in memory [default: `dtype`].
     #[setting(heading = MODELS)]
     pub teacher_dtype: Option<Dtype>,
+    /// Weights of the teacher in 4 or 8 bits.
+    #[setting(flatten)]
+    #[serde(flatten)]
+    pub teacher_quantization: TeacherQuantizationConfig,
     /// The token that ends a text, in the model and the tokenizer that are saved too, such as <|im_end|> of a chat template [default: the
     /// tokenizer's].
     #[setting(heading = MODELS)]
@@ -151,6 +156,70 @@ pub struct DistillConfig {
     pub run: RunConfig,
 }
 
+/// Differences of the teacher's quantization from that of the other frozen weights; a setting that is not set is theirs.
+#[derive(Debug, Clone, PartialEq, Serialize, Settings)]
+pub struct TeacherQuantizationConfig {
+    /// Hold the teacher's linear layers in 4 bits [default: `load_in_4bit`, which is for the teacher also without `use_peft`].
+    #[setting(heading = MODELS, alone = "true")]
+    pub teacher_load_in_4bit: Option<bool>,
+    /// The same in 8 bits [default: `load_in_8bit`].
+    #[setting(heading = MODELS, alone = "true")]
+    pub teacher_load_in_8bit: Option<bool>,
+    /// Data type of the teacher's 4 bits [default: `bnb_4bit_quant_type`].
+    #[setting(heading = MODELS)]
+    pub teacher_bnb_4bit_quant_type: Option<QuantType>,
+    /// Quantize the scales of the teacher's 4-bit weights too [default: `use_bnb_nested_quant`].
+    #[setting(heading = MODELS, alone = "true")]
+    pub teacher_use_bnb_nested_quant: Option<bool>,
+}
+
+impl TeacherQuantizationConfig {
+    /// Returns the settings of the teacher, in a run with `shared` ones.
+    fn of_teacher(&self, shared: &QuantizationConfig) -> QuantizationConfig {
+        let is_own = self.is_set();
+        let bits = |own: Option<bool>, shared| own.unwrap_or(!is_own && shared);
+        let load_in_4bit = bits(self.teacher_load_in_4bit, shared.load_in_4bit);
+        QuantizationConfig {
+            load_in_4bit,
+            load_in_8bit: bits(self.teacher_load_in_8bit, shared.load_in_8bit),
+            bnb_4bit_quant_type: self.teacher_bnb_4bit_quant_type.unwrap_or(shared.bnb_4bit_quant_type),
+            use_bnb_nested_quant: self.teacher_use_bnb_nested_quant.unwrap_or(shared.use_bnb_nested_quant),
+        }
+    }
+
+    /// Whether the teacher has bits of its own, or none where the other frozen weights have some.
+    fn is_set(&self) -> bool {
+        self.teacher_load_in_4bit.is_some() || self.teacher_load_in_8bit.is_some()
+    }
+
+    fn check(&self, shared: &QuantizationConfig, use_peft: bool) -> Result<()> {
+        let of_teacher = self.of_teacher(shared);
+        if self.is_set() && of_teacher.load_in_4bit && of_teacher.load_in_8bit {
+            return exclude(
+                name_of!(self.teacher_load_in_4bit),
+                name_of!(self.teacher_load_in_8bit),
+                " = true and teacher_load_in_8bit = true exclude each other: set one of them",
+            );
+        }
+        let mut refusals = Refusals::default();
+        if !of_teacher.load_in_4bit {
+            let why = "without teacher_load_in_4bit";
+            if let Some(found) = self.teacher_bnb_4bit_quant_type {
+                refusals.add(no_effect(name_of!(self.teacher_bnb_4bit_quant_type), found.name(), why))?;
+            }
+            if let Some(found) = self.teacher_use_bnb_nested_quant {
+                refusals.add(no_effect(name_of!(self.teacher_use_bnb_nested_quant), found, why))?;
+            }
+        }
+        if let Some(name) = shared.named().filter(|_| self.is_set() && !use_peft) {
+            let why =
+                "without use_peft, as the teacher has settings of its own: a student in 4 or 8 bits trains adapters";
+            refusals.add(no_effect(name, true, why))?;
+        }
+        refusals.end()
+    }
+}
+
 /// The loss of a token, and its parameters.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct DistillLossConfig {
@@ -235,15 +304,16 @@ impl DistillConfig {
         check_sizes(self)?;
         all([
             self.data.check(self.eval_dataset_name.as_deref()),
-            self.max_length.map_or(Ok(()), |most| at_least_one("max_length", most)),
+            self.max_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_length), most)),
             self.prompt_length.check(),
-            at_least_one("per_device_eval_batch_size", self.per_device_eval_batch_size),
-            at_least_one("logging_steps", self.logging_steps),
-            at_least_one("max_completion_length", self.max_completion_length),
-            at_least_one("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size),
+            at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
+            at_least_one(name_of!(self.logging_steps), self.logging_steps),
+            at_least_one(name_of!(self.max_completion_length), self.max_completion_length),
+            at_least_one(name_of!(self.local_rollout_forward_batch_size), self.local_rollout_forward_batch_size),
             self.check_sampling(),
             self.loss.check(),
             self.peft.check(),
+            self.teacher_quantization.check(&self.run.quantization, self.peft.use_peft),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check_save_dtype(self.peft.use_peft),
@@ -364,12 +434,23 @@ impl DistillConfig {
     /// Returns the divergence of the loss.
     pub(crate) fn divergence(&self) -> Divergence {
         let DistillLossConfig { beta, loss_top_k, loss_add_tail, .. } = self.loss;
-        Divergence { beta, temperature: self.temperature_of_loss(), top_k: loss_top_k, tail: loss_add_tail }
+        let sampled = self.loss.loss_type == DistillLoss::ReverseKlAdvantage;
+        Divergence { beta, temperature: self.temperature_of_loss(), top_k: loss_top_k, tail: loss_add_tail, sampled }
     }
 
     /// Returns the temperature of the distributions in the loss.
     pub(crate) fn temperature_of_loss(&self) -> f64 {
         self.loss_temperature.unwrap_or(self.temperature)
+    }
+
+    /// Returns the format of the teacher's weights; `None` if they stay as they are.
+    pub(crate) fn teacher_format(&self) -> Option<Quantization> {
+        self.teacher_quantization.of_teacher(&self.run.quantization).quantization()
+    }
+
+    /// Returns the dtype of the teacher's weights.
+    pub(crate) fn dtype_of_teacher(&self) -> Dtype {
+        self.teacher_dtype.unwrap_or(self.run.dtype)
     }
 
     /// Returns the method of sampling.

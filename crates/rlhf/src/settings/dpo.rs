@@ -20,8 +20,11 @@ use rlhf_base::schema::{
 use rlhf_lm::model::PeftConfig;
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 
-/// Settings of groups that have another default in this command, TRL's.
-const OWN_DEFAULTS: [(&str, &str); 1] = [("max_grad_norm", "1")];
+/// Settings of groups that have another default in this command: clipping as TRL has it, and texts that weigh as much as the pairs, where PPO has
+/// the coefficient of InstructGPT.
+const OWN_DEFAULTS: [(&str, &str); 2] = [("max_grad_norm", "1"), ("unsup_coef", "1")];
+/// The second of them.
+const UNSUP_COEF: f64 = 1.0;
 
 /// Metrics of an evaluation, by TRL's names, in the order of `train::dpo::totals::Totals`; those of training are the same without `eval_`.
 pub(crate) const EVAL_METRICS: [&str; 11] = [
@@ -413,7 +416,7 @@ impl DpoConfig {
             at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
             at_least_one(name_of!(self.logging_steps), self.logging_steps),
             self.loss.check(),
-            self.unsupervised.check(),
+            self.unsupervised.check_with_default(UNSUP_COEF),
             self.check_reference(),
             self.check_dropout(),
             self.peft.check(),

@@ -7,7 +7,7 @@ mod rows;
 mod tests;
 mod totals;
 
-use super::supervised::{Data, Loaded, Words, spec, start_training, train, with_opened};
+use super::supervised::{Data, Loaded, Words, divide, optimizer_of, spec, train, with_opened};
 use super::{
     Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
     small_dataset, trained_options,
@@ -18,6 +18,7 @@ use crate::run::card::command_to_try;
 use crate::run::event::Sample;
 use crate::run::session::Opening;
 use crate::settings::{DistillConfig, DistillLoss, Stage, max_prompt_len};
+pub(crate) use learn::Source;
 use rlhf_base::dist::World;
 use rlhf_base::{Error, Refusal, Result, name_of};
 use rlhf_hub as hub;
@@ -25,7 +26,8 @@ use rlhf_hub::AskedHub;
 use rlhf_lm::generate::StopStrings;
 use rlhf_lm::model::{CausalLm, LmHead, ModelConfig, ModelOptions};
 use rlhf_lm::tokenizer::Tokenizer;
-use rows::{DistillRow, Limits, read_rows};
+pub(crate) use rows::DistillRow;
+use rows::{Limits, read_rows};
 use std::path::{Path, PathBuf};
 
 /// The command, as checkpoints name it.
@@ -114,9 +116,9 @@ fn load_run<'a>(
     let folders = Folders::find(config)?;
     let mut tokenizer = Tokenizer::from_pretrained(&folders.student)?;
     let of_teacher = Tokenizer::of_text_or_ids(&folders.teacher)?;
-    check_tokenizers(&tokenizer, &of_teacher, &folders.teacher)?;
+    let added = check_tokenizers(&tokenizer, &of_teacher, &folders.teacher)?;
     set_up_tokenizer(&mut tokenizer, &config.data, config.eos_token.as_deref())?;
-    let (mut model, teacher) = load_models(config, &folders)?;
+    let (mut model, teacher) = load_models(config, &folders, world)?;
     tokenizer.check_fits(model.config(), &folders.student)?;
     tokenizer.check_fits(teacher.config(), &folders.teacher)?;
     let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
@@ -136,12 +138,10 @@ fn load_run<'a>(
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_rows, plan.batch_size));
     warnings.extend(notes_on_weights(&folders.student, config.run.dtype, &model));
-    let more = [endless(config, &tokenizer), filtered(config), untold(config, &of_teacher)];
+    let more = [endless(config, &tokenizer), filtered(config), untold(config, &of_teacher), unshared(config, added)];
     warnings.extend(more.into_iter().flatten());
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
-    teacher.shard(world, config.run.dist.zero_stage);
-    config.run.models_place().map_or(Ok(()), |place| teacher.offload(&place, "teacher"))?;
+    let optimizer = optimizer_of(&model, &config.run, &config.optimizer)?;
     let words = words(config, &tokenizer, folders.student, (num_rows, first_row.as_ref()));
     let loaded = Loaded {
         model,
@@ -176,16 +176,38 @@ pub(super) fn check_rows(
     models: [Option<&ModelConfig>; 2],
     sources: &Sources<'_>,
 ) -> Result<()> {
+    let limits = limits_of(config, tokenizer, models)?;
+    let (train, eval) = sources.read(config.run.seed, Stage::Distill)?;
+    let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
+    let (rows, _) = (gather(train, read)?, gather(eval, read)?);
+    config.plan_for(rows.rows.len()).map(drop)
+}
+
+/// Returns the rows of a run for a plan, and their number in each dataset.
+///
+/// # Errors
+/// As [`check_rows`].
+pub(crate) fn planned_rows(
+    config: &DistillConfig,
+    tokenizer: &mut Tokenizer,
+    sources: &Sources<'_>,
+    models: [Option<&ModelConfig>; 2],
+) -> Result<(Vec<DistillRow>, Vec<usize>)> {
+    let limits = limits_of(config, tokenizer, models)?;
+    let (train, _) = sources.read(config.run.seed, Stage::Distill)?;
+    let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
+    let Gathered { rows, lens, .. } = gather(train, read)?;
+    Ok((rows, lens))
+}
+
+/// Sets up the student's tokenizer, and returns the limits of the rows of a run with models of these shapes.
+fn limits_of(config: &DistillConfig, tokenizer: &mut Tokenizer, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
     let names = [&config.model_name_or_path, &config.teacher_model_name_or_path];
     for (shape, name) in models.iter().zip(names) {
         shape.map_or(Ok(()), |shape| check_one_stack(COMMAND, shape, name))?;
     }
     set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())?;
-    let limits = limits(config, models)?;
-    let (train, eval) = sources.read(config.run.seed, Stage::Distill)?;
-    let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
-    let (rows, _) = (gather(train, read)?, gather(eval, read)?);
-    config.plan_for(rows.rows.len()).map(drop)
+    limits(config, models)
 }
 
 /// Returns the words of a run over `num_rows` rows, with the `first_row` of its data.
@@ -248,15 +270,30 @@ fn filtered(config: &DistillConfig) -> Option<String> {
     })
 }
 
-/// Checks that the teacher's tokenizer has the ids of the student's; a teacher without a tokenizer is taken to have them.
+/// Returns a warning if the teacher's tokenizer has `added` tokens that the student's has not.
+fn unshared(config: &DistillConfig, added: usize) -> Option<String> {
+    let teacher = config.teacher_model_name_or_path.display();
+    (added > 0).then(|| {
+        format!(
+            "teacher_model_name_or_path: the tokenizer of {teacher} has {added} added tokens that the student's has not; texts are read without them"
+        )
+    })
+}
+
+/// Checks that the teacher's tokenizer has the ids of the student's; a teacher without a tokenizer is taken to have them. Returns the number of
+/// tokens that were added to the teacher's vocabulary alone.
 ///
 /// # Errors
-/// If it has not.
-pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, teacher: &Path) -> Result<()> {
-    let differing = || tokenizer.difference(of_teacher).max(of_teacher.difference(tokenizer));
-    let differing = if of_teacher.knows_text() { differing() } else { 0 };
+/// If it has other ids, or a vocabulary with more tokens: it would divide texts otherwise.
+pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, teacher: &Path) -> Result<usize> {
+    if !of_teacher.knows_text() {
+        return Ok(0);
+    }
+    let (missing, beyond) = (tokenizer.difference(of_teacher), of_teacher.difference(tokenizer));
+    let added = of_teacher.added_beyond(tokenizer);
+    let differing = missing.max(beyond - added);
     if differing == 0 {
-        return Ok(());
+        return Ok(added);
     }
     let message = format!(
         "teacher_model_name_or_path: expected the tokenizer of {}, found one that differs in {differing} tokens: the distributions of teacher and \
@@ -269,18 +306,8 @@ pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, te
 /// Returns the limits of rows, for a student and a teacher of these shapes.
 ///
 /// # Errors
-/// If a prompt does not fit into the models' context, or the loss needs vocabularies of one size and theirs differ.
+/// If a prompt does not fit into the models' context.
 fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
-    if let [Some(student), Some(teacher)] = models
-        && config.loss.loss_type == DistillLoss::ReverseKlAdvantage
-        && student.vocab_size != teacher.vocab_size
-    {
-        return Err(Error::Usage(format!(
-            "loss_type = reverse_kl_advantage: expected models with vocabularies of one size, found {} of the student and {} of the teacher; \
-             loss_type = jsd compares the ids that both have",
-            student.vocab_size, teacher.vocab_size
-        )));
-    }
     let known = || models.into_iter().flatten();
     let context = known().map(|model| model.max_position_embeddings).min().unwrap_or(usize::MAX);
     let vocab = known().map(|model| model.vocab_size).min().unwrap_or(i64::MAX);
@@ -296,8 +323,8 @@ fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<L
     Ok(Limits { vocab, prompt, max_length: config.max_length.unwrap_or(context).min(context) })
 }
 
-/// Loads the student, with the adapter that the settings have, and the teacher.
-fn load_models(config: &DistillConfig, folders: &Folders) -> Result<(CausalLm, CausalLm)> {
+/// Loads the student, with the adapter that the settings have, and the teacher. Each is divided over the ranks before the next one is read.
+fn load_models(config: &DistillConfig, folders: &Folders, world: &World) -> Result<(CausalLm, CausalLm)> {
     let (lora, frozen) = (config.peft.lora(), model_options(&config.run)?);
     let mut student = CausalLm::from_pretrained(&folders.student, trained_options(frozen, lora.is_some()))?;
     check_one_stack(COMMAND, student.config(), &folders.student)?;
@@ -306,10 +333,13 @@ fn load_models(config: &DistillConfig, folders: &Folders) -> Result<(CausalLm, C
     if let Some(lora) = &lora {
         student.add_adapter(lora, config.run.seed)?;
     }
-    let options = ModelOptions { dtype: config.teacher_dtype.unwrap_or(frozen.dtype), ..frozen };
+    divide(&mut student, &config.run, world);
+    let options = ModelOptions { dtype: config.dtype_of_teacher(), quantization: config.teacher_format(), ..frozen };
     let mut teacher = CausalLm::from_pretrained(&folders.teacher, options)?;
     check_one_stack(COMMAND, teacher.config(), &folders.teacher)?;
     teacher.merge_adapter();
     teacher.hold_as_computed();
+    teacher.shard(world, config.run.dist.zero_stage);
+    config.run.models_place().map_or(Ok(()), |place| teacher.offload(&place, "teacher"))?;
     Ok((student, teacher))
 }

@@ -8,7 +8,7 @@ mod tests;
 mod totals;
 
 use super::reference::Reference;
-use super::supervised::{Data, Loaded, Words, spec, start_training, train, with_opened};
+use super::supervised::{Data, Loaded, Words, divide, optimizer_of, spec, train, with_opened};
 use super::{
     Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
     small_dataset, trained_options,
@@ -116,7 +116,7 @@ fn load_run<'a>(
     let Folders { model: model_dir, reference: reference_dir } = Folders::find(config)?;
     let mut tokenizer = Tokenizer::from_pretrained(&model_dir)?;
     set_up_tokenizer(&mut tokenizer, &config.data, config.eos_token.as_deref())?;
-    let (mut model, reference) = load_models(config, &model_dir, reference_dir.as_deref())?;
+    let (mut model, reference) = load_models(config, &model_dir, reference_dir.as_deref(), world)?;
     tokenizer.check_fits(model.config(), &model_dir)?;
     let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
     eos.into_iter().for_each(|eos| model.set_eos(eos));
@@ -140,11 +140,7 @@ fn load_run<'a>(
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
     warnings.extend(notes_on_weights(&model_dir, config.run.dtype, &model));
 
-    let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
-    let mut reference = reference;
-    if let Some(reference) = &mut reference {
-        place_reference(reference, config, world)?;
-    }
+    let optimizer = optimizer_of(&model, &config.run, &config.optimizer)?;
     let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
     let loaded = Loaded {
         model,
@@ -242,8 +238,14 @@ fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'
     contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
 }
 
-/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts.
-fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> Result<(CausalLm, Option<CausalLm>)> {
+/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts. Each is
+/// divided over the ranks, and placed, before the next one is read.
+fn load_models(
+    config: &DpoConfig,
+    dir: &Path,
+    reference_dir: Option<&Path>,
+    world: &World,
+) -> Result<(CausalLm, Option<CausalLm>)> {
     let lora = config.peft.lora();
     let mut policy = CausalLm::from_pretrained(dir, trained_options(model_options(&config.run)?, lora.is_some()))?;
     check_one_stack(COMMAND, policy.config(), dir)?;
@@ -252,7 +254,9 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
     if let Some(lora) = &lora {
         policy.add_adapter(lora, config.run.seed)?;
     }
-    let reference = match reference_dir {
+    let base = if lora.is_some() && reference_dir.is_none() { Some(policy.base()?) } else { None };
+    divide(&mut policy, &config.run, world);
+    let mut reference = match reference_dir {
         Some(other) => {
             let reference = load_reference(config, other)?;
             check_vocabulary([policy.config(), reference.config()], [dir, other])?;
@@ -261,10 +265,13 @@ fn load_models(config: &DpoConfig, dir: &Path, reference_dir: Option<&Path>) -> 
             }
             Some(reference)
         }
-        None if lora.is_some() => Some(policy.base()?),
+        None if lora.is_some() => base,
         None if config.precompute_ref_log_probs => None,
         None => Some(load_reference(config, dir)?),
     };
+    if let Some(reference) = &mut reference {
+        place_reference(reference, config, world)?;
+    }
     Ok((policy, reference))
 }
 

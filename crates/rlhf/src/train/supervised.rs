@@ -206,9 +206,26 @@ pub(super) fn start_training<H: ModelHead>(
     optimizer: &OptimizerConfig,
     world: &World,
 ) -> Result<Optimizer> {
+    divide(model, run, world);
+    optimizer_of(model, run, optimizer)
+}
+
+/// Makes a loaded model trainable, and divides it over the ranks: before another model is loaded, so that no more than one is whole in memory.
+pub(super) fn divide<H: ModelHead>(model: &mut PretrainedModel<H>, run: &RunConfig, world: &World) {
     model.set_trainable(true);
     model.set_gradient_checkpointing(run.gradient_checkpointing);
     model.shard(world, run.dist.zero_stage);
+}
+
+/// Returns the optimizer of a model that is divided.
+///
+/// # Errors
+/// If there is not enough memory or disk space to offload the optimizer's state.
+pub(super) fn optimizer_of<H: ModelHead>(
+    model: &PretrainedModel<H>,
+    run: &RunConfig,
+    optimizer: &OptimizerConfig,
+) -> Result<Optimizer> {
     let place = run.state_place();
     let built = Optimizer::of_model(model, optimizer, place.as_ref())?;
     Ok(built.with_seed(run.seed))
@@ -596,11 +613,13 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         self.write(dir, dtype)?;
-        if let Some((name, model)) = self.task.saved_beside() {
-            let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
-            model.save_pretrained(&dir.join(name), eos, pad, self.spec.run.max_shard_size.0)?;
-        }
         Shards::end_serving(&[self.model.shards()])
+    }
+
+    fn write_beside(&self, dir: &Path) -> Result<()> {
+        let Some((name, model)) = self.task.saved_beside() else { return Ok(()) };
+        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        model.save_pretrained(&dir.join(name), eos, pad, self.spec.run.max_shard_size.0)
     }
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {

@@ -20,6 +20,10 @@ pub struct Divergence {
     pub top_k: usize,
     /// With `top_k`: whether all other tokens together are one more outcome; otherwise the others' probabilities are divided among the `top_k`.
     pub tail: bool,
+    /// Compares the token in each place alone: the difference of its log-probabilities under student and teacher, whose gradient is that of a
+    /// policy gradient with the negative difference as the advantage. In the mean over tokens that the student samples it is the divergence of
+    /// `beta` = 1.
+    pub sampled: bool,
 }
 
 /// Numbers of M tokens, without a gradient; each tensor is `[M]` f32. All are at the temperature of the divergence.
@@ -62,7 +66,15 @@ impl Divergence {
         let (student, teacher) = (logprobs(student), logprobs(teacher));
         let of_ids = |all: &Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
         let (of_student, of_teacher, entropy) = (of_ids(&student), of_ids(&teacher), entropy_of(&student));
-        let (divergence, gradient) = if self.top_k > 0 && (self.top_k as i64) < common {
+        let (divergence, gradient) = if self.sampled {
+            let loss = &of_student - &of_teacher;
+            let slopes = learns.then(|| {
+                let (ids, ones) = (ids.unsqueeze(1), loss.ones_like().unsqueeze(1));
+                // The gradient of a log-probability: 1 for the token itself, less all probabilities.
+                (-student.exp()).scatter_add(1, &ids, &ones) * loss.unsqueeze(1)
+            });
+            (loss, slopes)
+        } else if self.top_k > 0 && (self.top_k as i64) < common {
             self.of_top(&student, &teacher, learns)
         } else {
             self.of_all(&student, &teacher, learns)
@@ -278,6 +290,7 @@ mod tests {
                 temperature: number("temperature"),
                 top_k: number("top_k") as usize,
                 tail: case["tail"].as_bool().unwrap(),
+                sampled: false,
             };
             let (found, gradient) = tch::no_grad(|| divergence.of(&student, &teacher, &ids, true));
             let (loss, slopes) = (stored(&format!("{at}.loss")), stored(&format!("{at}.gradient")));
@@ -297,7 +310,7 @@ mod tests {
             let of = Distributions::new(&teacher, &states, &[rows], false);
             let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
             let weights = Tensor::arange(rows, (Kind::Float, Device::Cpu)).sin() / rows as f64;
-            let divergence = Divergence { beta: 0.3, temperature: 0.7, top_k: 0, tail: true };
+            let divergence = Divergence { beta: 0.3, temperature: 0.7, top_k: 0, tail: true, sampled: false };
             assert!(rows < 100 || student.slices(rows).count() > 1);
             let weight = student.linear.held().set_requires_grad(true);
             let (found, gradient) = student.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
@@ -322,13 +335,34 @@ mod tests {
     }
 
     #[test]
+    fn sampled_tokens_have_the_policy_gradient_of_autograd_over_the_ids_of_both_vocabularies() {
+        for (own, other) in [(40, 48), (48, 40)] {
+            let (student, teacher) = (head(own, 8, 7.0), head(other, 12, 5.0));
+            let (hidden, states) = (random([5, 8], 3.0), random([5, 12], 2.0));
+            let of = Distributions::new(&teacher, &states, &[5], false);
+            let ids = Tensor::arange(5, (Kind::Int64, Device::Cpu)) * 3;
+            let weights = Tensor::arange(5, (Kind::Float, Device::Cpu)).sin();
+            let divergence = Divergence { beta: 1.0, temperature: 0.7, top_k: 0, tail: true, sampled: true };
+            let (found, gradient) = student.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
+            let leaf = hidden.copy().set_requires_grad(true);
+            let all = |logits: Tensor| (logits.narrow(1, 0, 40) / 0.7).log_softmax(-1, Kind::Float);
+            let of_ids = |all: Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
+            let (s, t) = (of_ids(all(student.forward(&leaf))), of_ids(all(teacher.forward(&states))));
+            let advantages = &t - s.detach();
+            (-(advantages * &s * &weights)).sum(Kind::Float).backward();
+            assert!(largest(&found.divergence, &(s - t)) < 1e-5);
+            assert!(largest(&gradient, &leaf.grad()) < 1e-6, "{:e}", largest(&gradient, &leaf.grad()));
+        }
+    }
+
+    #[test]
     fn a_soft_cap_takes_part_in_the_gradient() {
         let capped = LmHead { softcap: Some(2.0), ..head(40, 8, 7.0) };
         let (hidden, states) = (random([5, 8], 3.0), random([5, 8], 2.0));
         let teacher = head(40, 8, 5.0);
         let of = Distributions::new(&teacher, &states, &[5], false);
         let ids = Tensor::arange(5, (Kind::Int64, Device::Cpu));
-        let divergence = Divergence { beta: 1.0, temperature: 1.0, top_k: 0, tail: true };
+        let divergence = Divergence { beta: 1.0, temperature: 1.0, top_k: 0, tail: true, sampled: false };
         let weights = Tensor::ones([5], (Kind::Float, Device::Cpu));
         let (_, gradient) = capped.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
         let leaf = hidden.copy().set_requires_grad(true);

@@ -24,7 +24,7 @@ const SHOWN: usize = 5;
 
 /// The model whose responses are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Source {
+pub(crate) enum Source {
     /// The dataset.
     Rows,
     /// The student: an on-policy update.
@@ -35,13 +35,20 @@ pub(super) enum Source {
 
 impl Source {
     /// Returns that of an update; a function of the seed and the update.
-    pub(super) fn of_update(config: &DistillConfig, update: u64) -> Self {
+    pub(crate) fn of_update(config: &DistillConfig, update: u64) -> Self {
         let drawn = || Stream::new(config.run.seed, Purpose::OnPolicy, update, 0).uniform();
         if config.lmbda == 1.0 || (config.lmbda > 0.0 && drawn() < config.lmbda) {
             Self::Student
         } else {
             Self::of_others(config)
         }
+    }
+
+    /// Returns those that the updates of a run have.
+    pub(crate) fn of_run(config: &DistillConfig) -> Vec<Self> {
+        let own = (config.lmbda > 0.0).then_some(Self::Student);
+        let others = (config.lmbda < 1.0).then(|| Self::of_others(config));
+        own.into_iter().chain(others).collect()
     }
 
     fn of_others(config: &DistillConfig) -> Self {
@@ -104,6 +111,13 @@ impl Distillation<'_> {
     /// Number of ids that both models have.
     fn common_vocab(&self, student: &CausalLm) -> i64 {
         student.config().vocab_size.min(self.teacher.config().vocab_size)
+    }
+
+    /// Whether logits of both models are compared, slice by slice. Log-probabilities of sampled tokens alone are each model's own, where both are
+    /// over the same ids.
+    fn compares_slices(&self, student: &CausalLm) -> bool {
+        let differ = student.config().vocab_size != self.teacher.config().vocab_size;
+        self.config.loss.loss_type == DistillLoss::Jsd || differ
     }
 
     /// Samples responses to the prompts of `rows`, on all ranks, unless `source` is the dataset; `purpose` and `step` key the draws. A response
@@ -188,7 +202,7 @@ impl Distillation<'_> {
         weights: &Tensor,
     ) -> Result<Found> {
         let passed = inputs.of_model().with_dropout((dropout.share > 0.0).then_some(dropout));
-        if self.config.loss.loss_type == DistillLoss::Jsd {
+        if self.compares_slices(model) {
             let of = self.teacher.distributions(inputs.of_model())?;
             let all: Vec<usize> = (0..dropout.rows.len()).collect();
             let teacher = TeacherRows { of: &of, rows: &all };
@@ -215,7 +229,7 @@ impl Distillation<'_> {
         let _loaded = self.teacher.loaded()?;
         for part in own.chunks(self.config.per_device_eval_batch_size) {
             let (inputs, mask) = (PassInputs::new(part), PassInputs::mask(part, model.device()));
-            let found: Found = if self.config.loss.loss_type == DistillLoss::Jsd {
+            let found: Found = if self.compares_slices(model) {
                 let of = self.teacher.distributions(inputs.of_model())?;
                 let all: Vec<usize> = (0..part.len()).collect();
                 let teacher = TeacherRows { of: &of, rows: &all };

@@ -13,9 +13,9 @@ use tch_ext::on_device;
 
 /// A prompt with a response; of a dataset whose responses are not read, the prompt alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct DistillRow {
+pub(crate) struct DistillRow {
     /// Token ids of both.
-    pub(super) tokens: Vec<i64>,
+    pub(crate) tokens: Vec<i64>,
     /// Number of tokens of the prompt.
     pub(super) prompt_len: usize,
     /// Tokens of the response that are not in the loss.
@@ -29,13 +29,18 @@ impl DistillRow {
     }
 
     /// The prompt's token ids.
-    pub(super) fn prompt(&self) -> &[i64] {
+    pub(crate) fn prompt(&self) -> &[i64] {
         &self.tokens[..self.prompt_len]
     }
 
     /// The tokens of the response; without the first token of a text, which nothing predicts.
     fn span(&self) -> Range<usize> {
         self.prompt_len.max(1).min(self.tokens.len())..self.tokens.len()
+    }
+
+    /// Number of tokens with an output.
+    pub(crate) fn outputs(&self) -> usize {
+        self.span().len()
     }
 
     /// Number of tokens in the loss.

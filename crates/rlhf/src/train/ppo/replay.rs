@@ -199,6 +199,7 @@ impl RecordedUpdate {
                 write_resolved(config, out.join(CONFIG))?;
                 write_text(&out.join(METRICS), &format!("{}\n", json!(metrics)))?;
                 trainer.write_models(&after, Dtype::Auto)?;
+                trainer.write_beside(&after)?;
                 trainer.write_optimizers(&after)
             } else {
                 trainer.share_models().and_then(|()| trainer.share_optimizers())

@@ -321,6 +321,10 @@ impl Trainee for PpoTrainer {
         self.write_folder(dir, dtype)
     }
 
+    fn write_beside(&self, dir: &Path) -> Result<()> {
+        self.write_reference(dir)
+    }
+
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
         self.learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
         let of_value = self.learner.optimizers.value.as_ref();

@@ -58,7 +58,6 @@ impl PpoTrainer {
             ema.with_exact(&self.learner.policy, |_| self.write_policy(&dir.join(EMA), dtype))?;
         }
         self.write_value_model(&dir.join(VALUE_MODEL), dtype)?;
-        self.write_reference(dir)?;
         self.learner.end_serving()
     }
 
