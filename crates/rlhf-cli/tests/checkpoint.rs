@@ -1210,11 +1210,9 @@ fn a_finished_run_logs_it_and_one_without_a_checkpoint_starts() {
     let line = format!("{} --no_checks --max_skipped_updates 7 --resume_from_checkpoint", steps("out"));
     // New, or killed before its first checkpoint.
     std::fs::create_dir(scratch.path("out")).unwrap();
-    scratch.write("out/run.yaml", "");
+    scratch.write("out/config.yaml", "");
     scratch.write("out/metrics.jsonl", "{\"step\": 1}\n{\"st");
     scratch.succeeds(&line);
-    // An earlier build gave the settings another name.
-    std::fs::rename(scratch.path("out/config.yaml"), scratch.path("out/run.yaml")).unwrap();
     let (metrics, model) = (scratch.read("out/metrics.jsonl"), files(&scratch.path("out")));
     assert_eq!(json_lines(&metrics).len(), 8);
     // What watches a run may change.
