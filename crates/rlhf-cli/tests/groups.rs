@@ -438,9 +438,9 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         ),
         (
             |c| (c.loss.loss_type, c.cliprange, c.loss.cliprange_high) = (LossType::Cispo, 0.3, Some(5.0)),
-            "epsilon = 0.3 has no effect with loss_type = cispo and epsilon_high = 5",
+            "cliprange = 0.3 has no effect with loss_type = cispo and cliprange_high = 5",
         ),
-        (|c| c.loss.dual_clip = Some(1.1), "delta = 1.1: expected a number above 1 + epsilon = 1.2"),
+        (|c| c.loss.dual_clip = Some(1.1), "dual_clip = 1.1: expected a number above 1 + cliprange = 1.2"),
         (
             |c| (c.loss.dual_clip, c.loss.cliprange_high) = (Some(1.28), Some(0.28)),
             "delta = 1.28: expected a number above 1 + epsilon_high = 1.28",
@@ -594,7 +594,9 @@ fn a_prompt_that_is_computed_once_for_its_group_gives_the_numbers_and_gradients_
             assert_close(&case, &together.1, &alone.1, 1e-5);
             for ((found, expected), param) in together.2.iter().zip(&alone.2).zip(model.params()) {
                 let (Some(found), Some(expected)) = (found, expected) else {
-                    let is_zero = |grad: &Option<Tensor>| grad.as_ref().is_none_or(|grad| grad.count_nonzero(None).int64_value(&[]) == 0);
+                    let is_zero = |grad: &Option<Tensor>| {
+                        grad.as_ref().is_none_or(|grad| grad.count_nonzero(None).int64_value(&[]) == 0)
+                    };
                     assert!(is_zero(found) && is_zero(expected), "{case}: {}", param.name);
                     continue;
                 };
