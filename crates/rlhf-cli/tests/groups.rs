@@ -443,7 +443,7 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         (|c| c.loss.dual_clip = Some(1.1), "dual_clip = 1.1: expected a number above 1 + cliprange = 1.2"),
         (
             |c| (c.loss.dual_clip, c.loss.cliprange_high) = (Some(1.28), Some(0.28)),
-            "delta = 1.28: expected a number above 1 + epsilon_high = 1.28",
+            "dual_clip = 1.28: expected a number above 1 + cliprange_high = 1.28",
         ),
         (
             |c| (c.preset, c.loss.dual_clip) = (Preset::Trl, Some(1.1)),
