@@ -438,9 +438,9 @@ fn settings_without_an_effect_for_an_estimator_and_sizes_that_cut_groups_are_ref
         ),
         (
             |c| (c.loss.loss_type, c.cliprange, c.loss.cliprange_high) = (LossType::Cispo, 0.3, Some(5.0)),
-            "epsilon = 0.3 has no effect with loss_type = cispo and epsilon_high = 5",
+            "cliprange = 0.3 has no effect with loss_type = cispo and cliprange_high = 5",
         ),
-        (|c| c.loss.dual_clip = Some(1.1), "delta = 1.1: expected a number above 1 + epsilon = 1.2"),
+        (|c| c.loss.dual_clip = Some(1.1), "dual_clip = 1.1: expected a number above 1 + cliprange = 1.2"),
         (
             |c| (c.loss.dual_clip, c.loss.cliprange_high) = (Some(1.28), Some(0.28)),
             "delta = 1.28: expected a number above 1 + epsilon_high = 1.28",
