@@ -50,10 +50,10 @@ impl Refusal {
 
     /// A refusal of `setting`, if there is one, in a whole line.
     pub(crate) fn of_setting(setting: Option<&str>, line: impl Into<String>) -> Self {
-        let general = Self::general(line);
-        let rest = setting.and_then(|setting| general.message.strip_prefix(setting));
+        let line: String = line.into();
+        let rest = setting.and_then(|setting| line.strip_prefix(setting));
         let is_named = rest.is_some_and(|rest| rest.starts_with(" = ") || rest.starts_with(": "));
-        Self { setting: setting.map(String::from), is_named, ..general }
+        Self { setting: setting.map(String::from), is_named, ..Self::general(line) }
     }
 
     /// The same refusal of one of two settings that exclude each other: either may be removed.

@@ -6,16 +6,16 @@
 
 mod chat;
 mod files;
+mod interpret;
 mod line;
 mod lookup;
 mod mixture;
 mod sharding;
 mod table;
-mod translate;
 mod trl;
 
 pub(super) use self::files::{LaunchFile, launch};
+pub(super) use self::interpret::translate;
 #[cfg(test)]
 pub(super) use self::lookup::is_list;
 pub(super) use self::lookup::{described, hint, is_added, is_of_chat, is_warmup_ratio, rows, takes_map, with_flags};
-pub(super) use self::translate::translate;
