@@ -48,7 +48,7 @@ impl LogitsUse {
     pub const MOST: Self = Self { soft_cap: true, sets: true, entropy_gradient: true, full_kl: true };
 
     /// Copies of a [`Divergence`] between two models, with its gradient: log-probabilities of both, of their mixture, their
-    /// exponentials and differences, and the logits of both, 8.1 to 9.2 on a CPU; and two for the allocator.
+    /// exponentials and differences, and the logits of both, 7.2 to 9.2 on a CPU; and two for the allocator.
     pub const DIVERGENCE: usize = 11;
 
     /// Number of f32 tensors of the logits' size that are held at once in a forward and backward pass. Of them two are for the allocator,
