@@ -16,6 +16,7 @@ mod decoder;
 mod delta;
 mod described;
 mod families;
+mod gates;
 mod kv_cache;
 mod layer_inputs;
 mod layout;

@@ -3,6 +3,7 @@
 mod layer_heads;
 
 use super::batch::StopCheck;
+use super::gates::opened;
 use super::kv_cache::{CachedHeads, KvCache};
 use super::layer_inputs::{AllInputs, InputBranch, rows_of};
 use super::layout::{BiasOf, Layout, Scores};
@@ -22,7 +23,6 @@ use rlhf_base::{Error, Result};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
-use tch_ext::GatedActivation;
 
 #[derive(Debug)]
 struct Layer {
@@ -1223,14 +1223,6 @@ fn mix(index: usize, mixer: &Mixer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
             mixer.append(x, cache.state(index).0, &appended)
         }
     }
-}
-
-/// The heads' outputs `x` times the sigmoid of their gates.
-fn opened(x: &Tensor, gate: &Tensor) -> Tensor {
-    if uses_kernels(x.kind(), x.device()) && x.kind() == gate.kind() {
-        return tch_ext::gated(gate, Some(x), GatedActivation::Sigmoid);
-    }
-    x * gate.sigmoid()
 }
 
 /// The residual stream `x` with one or two branches added.

@@ -1,11 +1,11 @@
 //! Layers with a state in the place of attention: short convolutions (LFM2) and the gated delta rule (Qwen3.5, Qwen3-Next).
 
 use super::delta::{DeltaInputs, delta_rule, delta_step, repeat_heads, unit};
+use super::gates::gated;
 use super::layout::Layout;
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::mixing::{GatedDelta, Mixing, MixingInputs, MixingNames};
-use super::mlp::gated;
 use super::params::{Builder, Init};
 use super::shape::{Activation, NormKind, Shape};
 use super::state::{AppendedRows, State};

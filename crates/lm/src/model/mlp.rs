@@ -1,15 +1,14 @@
 //! The MLP of a layer: one for all tokens, or several experts, of which each token goes through a few.
 
+use super::gates::{gated, gated_halves};
 use super::linear::{Linear, LinearShape};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
 use super::shape::{self, Activation, ExpertNames, MlpIn, Names, Scoring, Shape};
 use super::stacked::{Stack, StackedExperts};
-use super::uses_kernels;
 use rlhf_base::Result;
 use tch::{Kind, Tensor};
-use tch_ext::GatedActivation;
 
 /// The MLP of a layer.
 #[derive(Debug)]
@@ -133,34 +132,6 @@ impl Mlp {
             Self::Experts(experts) => experts.forward(x),
             Self::Stacked(experts) => experts.forward(x),
         }
-    }
-}
-
-/// The activation of `gate`, times `up`.
-pub(super) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
-    let has_kernel = uses_kernels(gate.kind(), gate.device()) || tch_ext::has_gpu_kernels(gate.kind(), gate.device());
-    if !has_kernel || gate.kind() != up.kind() {
-        return activation.apply(gate) * up;
-    }
-    tch_ext::gated(gate, Some(up), of_kernel(activation))
-}
-
-/// [`gated`] of the halves of each row of `both` `[N, 2 * width]`: the gate, then up.
-fn gated_halves(activation: Activation, both: &Tensor) -> Tensor {
-    if tch_ext::has_gpu_kernels(both.kind(), both.device()) {
-        return tch_ext::gated_halves(both, of_kernel(activation));
-    }
-    let parts = both.chunk(2, -1);
-    gated(activation, &parts[0], &parts[1])
-}
-
-/// The activation of a kernel for GPUs.
-fn of_kernel(activation: Activation) -> GatedActivation {
-    match activation {
-        Activation::Gelu => GatedActivation::Gelu,
-        Activation::GeluTanh => GatedActivation::GeluTanh,
-        Activation::Silu => GatedActivation::Silu,
-        Activation::Relu => GatedActivation::Relu,
     }
 }
 

@@ -1,8 +1,8 @@
 //! Experts whose weights are one tensor for all of a layer: with a clamped gate (gpt-oss), and beside the layer's MLP (Gemma 4).
 
+use super::gates::gated;
 use super::linear::{Linear, LinearShape, Norm, Weight};
 use super::lora::Dropout;
-use super::mlp::gated;
 use super::params::{Builder, Init};
 use super::routing::{Routes, mixed};
 use super::shape::{Activation, ClampedGate, ExpertNames, Experts, Shape, Stacking};

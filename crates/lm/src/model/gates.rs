@@ -1,0 +1,42 @@
+//! Gates: an activation of one tensor, times another.
+
+use super::shape::Activation;
+use super::uses_kernels;
+use tch::Tensor;
+use tch_ext::GatedActivation;
+
+/// The activation of `gate`, times `up`.
+pub(super) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
+    let has_kernel = uses_kernels(gate.kind(), gate.device()) || tch_ext::has_gpu_kernels(gate.kind(), gate.device());
+    if !has_kernel || gate.kind() != up.kind() {
+        return activation.apply(gate) * up;
+    }
+    tch_ext::gated(gate, Some(up), of_kernel(activation))
+}
+
+/// [`gated`] of the halves of each row of `both` `[N, 2 * width]`: the gate, then up.
+pub(super) fn gated_halves(activation: Activation, both: &Tensor) -> Tensor {
+    if tch_ext::has_gpu_kernels(both.kind(), both.device()) {
+        return tch_ext::gated_halves(both, of_kernel(activation));
+    }
+    let parts = both.chunk(2, -1);
+    gated(activation, &parts[0], &parts[1])
+}
+
+/// The activation of a kernel for GPUs.
+fn of_kernel(activation: Activation) -> GatedActivation {
+    match activation {
+        Activation::Gelu => GatedActivation::Gelu,
+        Activation::GeluTanh => GatedActivation::GeluTanh,
+        Activation::Silu => GatedActivation::Silu,
+        Activation::Relu => GatedActivation::Relu,
+    }
+}
+
+/// The heads' outputs `x` times the sigmoid of their gates.
+pub(super) fn opened(x: &Tensor, gate: &Tensor) -> Tensor {
+    if uses_kernels(x.kind(), x.device()) && x.kind() == gate.kind() {
+        return tch_ext::gated(gate, Some(x), GatedActivation::Sigmoid);
+    }
+    x * gate.sigmoid()
+}
