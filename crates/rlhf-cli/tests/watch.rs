@@ -226,7 +226,7 @@ fn a_signal_ends_it_and_bad_arguments_are_one_error() {
     let port = taken.local_addr().unwrap().port();
     scratch.refuses(&format!("watch out --port {port}"), 1, &[&port.to_string(), "is taken", "--port"]);
     scratch.refuses("watch out --host 192.0.2.1", 2, &["192.0.2.1", "expected an address of this machine"]);
-    scratch.refuses("watch out --port 65536", 2, &["port = 65536: expected a TCP port"]);
+    scratch.refuses("watch out --port 65536", 2, &["port = 65536: expected at most 65535"]);
     scratch.refuses("watch out --terminal", 2, &["terminal: expected a terminal as standard input and output"]);
     scratch.refuses("watch out --terminal --port 80", 2, &["port = 80 has no effect with terminal"]);
     scratch.refuses("watch nowhere", 1, &["nowhere", "expected the folder of a run", "found no such folder"]);
