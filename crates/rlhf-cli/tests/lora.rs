@@ -178,7 +178,9 @@ fn adapters_beside_a_remainder_of_the_base_equal_pefts_and_are_saved_as_plain_on
         (-model.token_logprobs(&rows, &spans, 1.0, false).unwrap().logprobs.sum(Kind::Float)).backward();
         let (grads, info) = (Tensors::read(&adapter(name).join("grads.safetensors")), adapter(name).join("info.json"));
         let info = &read_json(&info)["grads"];
-        let tolerance = (5.0 * info["rounding"].as_f64().unwrap()).max(2e-5 * info["max_abs"].as_f64().unwrap());
+        // As above: 2.4e-5 of the largest on a Xeon with AVX-512 alone.
+        let share = if name.ends_with("pissa") { 5e-5 } else { 2e-5 };
+        let tolerance = (5.0 * info["rounding"].as_f64().unwrap()).max(share * info["max_abs"].as_f64().unwrap());
         assert_eq!(model.trainable_params().count(), grads.names().count());
         for param in model.trainable_params() {
             let expected = grads.get(&format!("base_model.model.{}", param.name));
