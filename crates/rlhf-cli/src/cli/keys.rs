@@ -69,11 +69,13 @@ impl<'c> Keys<'c> {
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
-        let (commands, name) = self.place(key);
+        // Names of other systems have points too.
+        let is_of_section = key.split_once('.').is_none_or(|(section, _)| self.section(section).is_some());
+        let (commands, name) = if is_of_section { self.place(key) } else { (self.top.clone(), key) };
         if let Some(hint) = foreign::hint(name, &commands) {
             return format!("unknown key `{key}`; {hint}");
         }
-        let hint = match (self.nearest(key), &self.place(key).0[..]) {
+        let hint = match (self.nearest(key), &commands[..]) {
             (Some(name), _) => format!("did you mean `{name}`?"),
             (None, [command]) => {
                 format!("`rlhf {} --help` lists the flags, whose names are the keys", command.get_name())
