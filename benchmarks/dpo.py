@@ -9,14 +9,13 @@ model. Both train all weights, without gradient checkpointing, with the referenc
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from runs import Failed, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "tests/golden/tools_policy"
@@ -70,19 +69,12 @@ def by_trl(args):
     """Trains by TRL; prints the seconds of each update, and the peak memory."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
+    from trl_shared import Steps
 
     torch.set_num_threads(args.threads)
-    times = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            self.began = time.monotonic()
-
-        def on_step_end(self, *_, **__):
-            times.append(time.monotonic() - self.began)
-
+    steps = Steps()
     rows = [json.loads(line) for line in Path(args.pairs).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as output:
         trainer = DPOTrainer(
@@ -101,11 +93,11 @@ def by_trl(args):
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(args.model),
-            callbacks=[Clock()],
+            callbacks=[steps],
         )
         trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": times, "peak": peak << 10, "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line]}))
+    print(json.dumps({"seconds": steps.seconds, "peak": peak << 10, "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line]}))
 
 
 def by_rlhf(args, model, data):
@@ -114,13 +106,9 @@ def by_rlhf(args, model, data):
         words = [args.rlhf, "dpo", "--model_name_or_path", model, "--dataset_name", data, "--output_dir", f"{output}/run", "--device", "cpu"]
         words += ["--per_device_train_batch_size", args.rows, "--max_steps", args.updates, "--logging_steps", 1, "--num_threads", args.threads]
         words += ["--no_report", "--bf16", "true" if args.precision == "bf16" else "false"]
-        child = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        errors = child.stderr.read()
-        _, status, used = os.wait4(child.pid, 0)
-        if status != 0:
-            sys.exit(errors)
+        peak = watch(words).peak_bytes
         lines = [json.loads(line) for line in Path(output, "run/metrics.jsonl").read_text().splitlines()]
-    return {"seconds": [line["time/update"] for line in lines], "peak": used.ru_maxrss << 10, "loss": [line["loss"] for line in lines]}
+    return {"seconds": [line["time/update"] for line in lines], "peak": peak, "loss": [line["loss"] for line in lines]}
 
 
 def run(args):
@@ -132,11 +120,8 @@ def run(args):
         common = ["--precision", args.precision, "--updates", args.updates, "--rows", args.rows, "--threads", args.threads]
         for _ in range(args.rounds):
             words = [sys.executable, __file__, "trl", "--model", f"{folder}/model", "--pairs", data, *common]
-            environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-            done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=environment)
-            if done.returncode != 0:
-                sys.exit(done.stderr)
-            found["trl"].append(json.loads(done.stdout.splitlines()[-1]))
+            output = watch(words, variables={"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""})
+            found["trl"].append(json.loads(output.lines[-1]))
             found["rlhf"].append(by_rlhf(args, f"{folder}/model", data))
     # The first update of each run warms up.
     seconds = {name: statistics.median(s for one in runs for s in one["seconds"][1:]) for name, runs in found.items()}
@@ -170,7 +155,10 @@ def main():
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--pairs", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    (run if args.command == "run" else by_trl)(args)
+    try:
+        (run if args.command == "run" else by_trl)(args)
+    except Failed as error:
+        sys.exit(f"dpo: {error}")
 
 
 if __name__ == "__main__":

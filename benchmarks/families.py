@@ -8,15 +8,15 @@ with 8 responses of 64 tokens each, one optimizer step. Each round runs both pro
 
 import argparse
 import json
-import os
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from runs import Failed, watch
 
 HIDDEN, LAYERS, ROWS, LENGTH = 512, 4, 8, 256
 PROMPTS, GENERATIONS, PROMPT, RESPONSE = 4, 8, 64, 64
@@ -90,24 +90,8 @@ def write_rows(path, task, vocab, updates):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def clock():
-    """A callback of transformers that notes the seconds of each step."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        times = []
-
-        def on_step_begin(self, *_, **__):
-            self.began = time.monotonic()
-
-        def on_step_end(self, *_, **__):
-            self.times.append(time.monotonic() - self.began)
-
-    return Clock()
-
-
 def count_products(found):
-    """Adds the seconds of libtorch's products of matrices to `found`, by its profiler."""
+    """The seconds of libtorch's products of matrices, by its profiler."""
     names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_linear", "aten::linear_backward")
     rows = found.key_averages()
     return sum(row.self_cpu_time_total for row in rows if row.key in names) / 1e6
@@ -119,10 +103,11 @@ def by_trl(args):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+    from trl_shared import Steps
 
     torch.set_num_threads(args.threads)
     rows = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
-    watch = clock()
+    steps = Steps()
     common = dict(
         use_cpu=True,
         bf16=False,
@@ -138,7 +123,7 @@ def by_trl(args):
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-            callbacks=[watch],
+            callbacks=[steps],
         )
         if args.task == "sft":
             options = SFTConfig(output_dir=output, per_device_train_batch_size=ROWS, completion_only_loss=False, **common)
@@ -165,7 +150,7 @@ def by_trl(args):
             trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    print(json.dumps({"seconds": watch.times, "peak": peak << 10, "loss": losses, "products": products}))
+    print(json.dumps({"seconds": steps.seconds, "peak": peak << 10, "loss": losses, "products": products}))
 
 
 def by_rlhf(args, task, model, data):
@@ -178,18 +163,15 @@ def by_rlhf(args, task, model, data):
         else:
             words += ["--per_device_train_batch_size", PROMPTS * GENERATIONS, "--num_generations", GENERATIONS]
             words += ["--max_completion_length", RESPONSE, "--min_new_tokens", RESPONSE, "--temperature", 1, "--reward", "length:target=160,unit=chars"]
-        child = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        errors = child.stderr.read()
-        _, status, used = os.wait4(child.pid, 0)
-        if status != 0:
-            sys.exit(errors)
+        peak = watch(words).peak_bytes
         lines = [json.loads(line) for line in Path(output, "run/metrics.jsonl").read_text().splitlines()]
-    seconds = [line["time/update"] for line in lines if "time/update" in line]
-    return {"seconds": seconds, "peak": used.ru_maxrss << 10, "loss": [line.get("loss") for line in lines]}
+    # The update's seconds have TRL's name in a run of `rlhf grpo`.
+    seconds = [line[name] for line in lines for name in ("time/update", "step_time") if name in line]
+    return {"seconds": seconds, "peak": peak, "loss": [line.get("loss") for line in lines]}
 
 
 def products_of_step(family, vocab, threads):
-    """FLOPs of the products of an SFT step with weights, and the seconds that libtorch takes for them, each at its best: three for each linear layer."""
+    """FLOPs of the three matrix products of each linear layer in an SFT step, and the shortest time that libtorch takes for them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -223,20 +205,18 @@ def products_of_step(family, vocab, threads):
 def run_task(args, family, task, folder):
     data = Path(folder, f"{task}.jsonl")
     write_rows(data, task, args.vocab, args.updates)
-    found = {"trl": [], "rlhf": []}
-    for at in range(args.rounds + args.profile):
+
+    def trl(*more):
         words = [sys.executable, __file__, "trl", "--task", task, "--model", f"{folder}/model", "--data", data]
-        words += ["--updates", args.updates, "--threads", args.threads] + (["--profile"] if at == args.rounds else [])
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=environment)
-        if done.returncode != 0:
-            sys.exit(done.stderr)
-        result = json.loads(done.stdout.splitlines()[-1])
-        if at == args.rounds:
-            found["trl_products"] = result["products"]
-            break
-        found["trl"].append(result)
+        words += ["--updates", args.updates, "--threads", args.threads, *more]
+        output = watch(words, variables={"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""})
+        return json.loads(output.lines[-1])
+
+    found = {"trl": [], "rlhf": []}
+    for _ in range(args.rounds):
+        found["trl"].append(trl())
         found["rlhf"].append(by_rlhf(args, task, f"{folder}/model", data))
+    products = trl("--profile")["products"] if args.profile else None
     # The first update of each run warms up.
     seconds = {name: statistics.median(s for one in found[name] for s in one["seconds"][1:]) for name in ("trl", "rlhf")}
     peaks = {name: statistics.median(one["peak"] for one in found[name]) for name in ("trl", "rlhf")}
@@ -247,12 +227,12 @@ def run_task(args, family, task, folder):
         "times_as_fast": seconds["trl"] / seconds["rlhf"],
         "peak_bytes": peaks,
         "memory": peaks["rlhf"] / peaks["trl"],
-        "trl_products": found.get("trl_products"),
+        "trl_products": products,
     }
     if task == "sft":
         summary["products"] = products_of_step(family, args.vocab, args.threads)
     print(json.dumps(summary), flush=True)
-    return summary | {"runs": {name: found[name] for name in ("trl", "rlhf")}}
+    return summary | {"runs": found}
 
 
 def run(args):
@@ -281,7 +261,10 @@ def main():
     for name in ("--task", "--model", "--data"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    (run if args.command == "run" else by_trl)(args)
+    try:
+        (run if args.command == "run" else by_trl)(args)
+    except Failed as error:
+        sys.exit(f"families: {error}")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import runs
 
 MODELS = Path(__file__).resolve().parent.parent / "tests/golden/models"
 TOKENIZED = "llama_untied"
@@ -74,21 +75,20 @@ def compared(name, expected, found):
             else:
                 gaps.append((abs(a - b) / (1e-2 + abs(a)), key))
     gaps.sort(reverse=True)
-    narrow = any(word in name for word in NARROW)
-    bound, gap = (NARROW_BOUND, gaps[len(gaps) // 2]) if narrow and gaps else (BOUND, gaps[0] if gaps else (0.0, "none"))
+    worst = gaps[0] if gaps else (0.0, "none")
+    narrow = gaps and any(word in name for word in NARROW)
+    bound, gap = (NARROW_BOUND, gaps[len(gaps) // 2]) if narrow else (BOUND, worst)
     if gap[0] > bound:
         wrong.append(f"{gap[1]} differs by {gap[0]:.2g}, allowed {bound:g}")
     if not gaps:
         wrong.append("no numbers")
-    return len(gaps), (gaps[0] if gaps else (0.0, "none")), wrong
+    return len(gaps), worst, wrong
 
 
 class Matrix:
     def __init__(self, program, folder):
         self.program, self.folder = program, folder
         self.data = data(folder / "data")
-        # Output folders of runs in which no kernel was started.
-        self.idle = set()
         self.gates = {"cpu": threading.Semaphore(ON_CPU), "cuda": threading.Semaphore(ON_GPU)}
 
     def model(self, name):
@@ -151,7 +151,7 @@ class Matrix:
         return {name: line.split() for name, line in kinds.items()}
 
     def run(self, words, device, out, *more):
-        """One run; returns its exit code as text, its output and its metrics."""
+        """One run; returns its exit code as text, its output, its metrics, and whether it had to start kernels and started none."""
         tail = ["--device", device, "--num_threads", "1", *more]
         if words[0] != "generate":
             tail += ["--output_dir", out] + (["--overwrite_output_dir"] if "--resume_from_checkpoint" not in more else [])
@@ -160,26 +160,25 @@ class Matrix:
                 ran = subprocess.run([self.program, *words, *tail], cwd=self.data, capture_output=True, timeout=LIMIT,
                                      env=dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))
             except subprocess.TimeoutExpired:
-                return "timeout", b"", []
+                return "timeout", b"", [], False
         said = ran.stderr.decode(errors="replace")
         if ran.returncode:
             print(f"    {device}: {' / '.join(said.strip().splitlines()[-2:])}", flush=True)
-        elif device == "cuda" and os.environ.get("RLHF_KERNELS") == "cuda-only" and not re.search(r"kernels: [1-9]\d* starts", said):
-            self.idle.add(str(out))
+        idle = device == "cuda" and ran.returncode == 0 and runs.is_idle(said)
         metrics = Path(out) / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        return str(ran.returncode), ran.stdout, lines
+        return str(ran.returncode), ran.stdout, lines, idle
 
     def compare(self, name, words):
         """Prints one line about the kind: exit codes, and the largest relative difference of a metric."""
         out = str(self.folder / "runs" / name.replace(" ", "_").replace(",", ""))
-        cpu, text, expected = self.run(words, "cpu", out + "-cpu")
-        gpu, other, found = self.run(words, "cuda", out + "-gpu")
+        cpu, text, expected, _ = self.run(words, "cpu", out + "-cpu")
+        gpu, other, found, idle = self.run(words, "cuda", out + "-gpu")
         if words[0] == "generate":
             numbers, worst, wrong = 0, (0.0, "none"), [] if text and text == other else ["other text"]
         else:
             numbers, worst, wrong = compared(name, expected, found)
-        if out + "-gpu" in self.idle and name not in WITHOUT_KERNELS:
+        if idle and name not in WITHOUT_KERNELS:
             wrong.append("no kernel was started")
         said = "; ".join(wrong[:4]).replace("\n", " ") or "ok"
         print(f"kind {name}: cpu {cpu}, gpu {gpu}, {numbers} numbers, largest difference {worst[1]} {worst[0]:.2g}, {said}", flush=True)

@@ -7,8 +7,6 @@ rlhf in which no kernel was started has failed. gpu_window.py runs it.
 """
 
 import json
-import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -29,10 +27,9 @@ def say(stage, **numbers):
 
 
 def watch(command):
-    """Runs a program as runs.watch does. `Failed` if it is rlhf, which may compute by kernels only, and has started none."""
+    """Runs a program. With RLHF_KERNELS=cuda-only, raises `Failed` if rlhf started no kernel."""
     output = runs.watch(command)
-    asked = os.environ.get("RLHF_KERNELS") == "cuda-only" and Path(command[0]).name == "rlhf"
-    if asked and not re.search(r"kernels: [1-9]\d* starts", output.errors):
+    if Path(command[0]).name == "rlhf" and runs.is_idle(output.errors):
         raise runs.Failed(f"{command[0]} {command[1]}: no kernel was started: {output.errors.strip()[-200:]}")
     return output
 

@@ -5,9 +5,9 @@
     gpu_window.sh run --out FOLDER --then 'COMMAND'     also that command, after the others
     gpu_window.sh show FOLDER               a table of the results
 
-A later call continues: stages that are done in FOLDER, or in the files named by --continue, are not run again where the same ran: the same
-command, variables, programs, scripts and reference values, on the same kind of card. That of --then always runs. `run --list` prints the stages; `run --only STAGE...` runs some. Exit code 0: all stages are done; 1: one failed; 2: wrong
-arguments; 3: there is no GPU and nothing ran; 4: the time was over before all stages ran.
+A later call continues. A stage that is done in FOLDER, or in a file of --continue, runs again only if its command, variables, programs, scripts,
+reference values or kind of card have changed. The command of --then always runs. `run --list` prints the stages; `run --only STAGE...` runs some.
+Exit code 0: all stages are done; 1: one failed; 2: wrong arguments; 3: there is no GPU and nothing ran; 4: the time was over before all stages ran.
 
 Needs Python's standard library alone; the stages beside TRL need torch, transformers and trl there. docs/internals/gpu.md has more.
 """

@@ -7,6 +7,7 @@ peak, so the one that measures must be smaller than all that it measures.
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -68,14 +69,18 @@ def watch(command, timeout=None, variables=None):
         child.returncode = os.waitstatus_to_exitcode(status)
         timer.cancel()
         seconds = time.perf_counter() - began
-        if child.returncode != 0:
-            errors.seek(0)
-            said = errors.read().strip().splitlines()[-3:]
-            reason = f"killed after {seconds:.0f} s" if child.returncode == -9 else f"exit code {child.returncode}"
-            raise Failed(f"{' '.join(command)}: {reason}: {' / '.join(said) or 'nothing on standard error'}")
         errors.seek(0)
         said = errors.read()
+        if child.returncode != 0:
+            end = " / ".join(said.strip().splitlines()[-3:])
+            reason = f"killed after {seconds:.0f} s" if child.returncode == -9 else f"exit code {child.returncode}"
+            raise Failed(f"{' '.join(command)}: {reason}: {end or 'nothing on standard error'}")
     return Output(lines, arrivals, usage.ru_maxrss * 1024, said)
+
+
+def is_idle(errors):
+    """Whether a run of rlhf with this standard error may compute by kernels only, and has started none."""
+    return os.environ.get("RLHF_KERNELS") == "cuda-only" and not re.search(r"kernels: [1-9]\d* starts", errors)
 
 
 def watch_ranks(command, ranks, timeout=None):

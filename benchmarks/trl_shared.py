@@ -1,4 +1,4 @@
-"""What both of TRL's trainers take: a clock, LoRA adapters, quantized bases, settings of memory."""
+"""What runs of TRL's trainers take: clocks, LoRA adapters, quantized bases, settings of memory."""
 
 import json
 import time
@@ -46,6 +46,19 @@ class Clock(TrainerCallback):
             times["memory/allocated"] = torch.cuda.max_memory_allocated()
         print(json.dumps(times), flush=True)
         self.began = ended
+
+
+class Steps(TrainerCallback):
+    """Collects the seconds of each step in `seconds`."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *_, **__):
+        self.began = time.monotonic()
+
+    def on_step_end(self, *_, **__):
+        self.seconds.append(time.monotonic() - self.began)
 
 
 def adapters(rank):

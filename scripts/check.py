@@ -231,7 +231,7 @@ PARTS = (
         "models, adapters and PPO again with libtorch's operators in place of the kernels",
         paths=("crates/tch-ext/", f"{LM}model/layout.rs", f"{LM}model/logprobs.rs", f"{LM}model/mlp.rs", f"{LM}model/decoder.rs"),
         turn=4,
-        commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks",),
+        commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks --skip plan::",),
     ),
     Part(
         "cuda",

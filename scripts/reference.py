@@ -113,11 +113,11 @@ def here(row):
         for word, value in values.items():
             words.setdefault(value, []).append(f"`{word}`")
         told = [f"{', '.join(names)} is {code(value)}" if value else f"{', '.join(names)}: as it is" for value, names in words.items()]
-        return f"`--{row['here']}`: {'; '.join(told)}" if row["here"] and any(words) else f"{', '.join(words[None])}"
+        return f"`--{row['here']}`: {'; '.join(told)}" if row["here"] else ", ".join(words[None])
     if meaning == "translated":
         return prose(row["here"])
     if meaning == "no_effect":
-        return f"no effect: {prose(row['why'])}" if " " in row["why"] else "no effect"
+        return f"no effect: {prose(row['why'])}"
     if meaning in ("fixed", "noted"):
         fine = ", ".join(f"`{value}`" for value in values if value)
         return f"{fine or '`none`'} only: {prose(row['why'])}" if meaning == "fixed" else f"{fine}; else a note says that there is none"

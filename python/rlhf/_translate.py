@@ -108,7 +108,7 @@ def of_teacher_init(arguments: Any) -> dict[str, Any]:
 
 
 def teacher_beside(settings: dict[str, Any], student: dict[str, Any]) -> dict[str, Any]:
-    """The settings by which the bits of a student's arguments do not reach the teacher, which has none of its own.
+    """Settings that keep a teacher without quantization arguments unquantized where the student is quantized.
 
     Args:
         settings: those of a run, with what the arguments of student and teacher say.

@@ -154,8 +154,7 @@ fn gpu_with_kernels(number: usize) -> Result<tch::Device> {
     }
 }
 
-/// Returns a line about the kernels for GPUs that this process has started, if it has loaded CUDA and `RLHF_KERNELS` allows nothing else: by it
-/// a check sees that they ran.
+/// Returns how many of our GPU kernels this process has started, as a line; none unless `RLHF_KERNELS` is `cuda-only` and CUDA is loaded.
 pub fn started_kernels() -> Option<String> {
     let asked = GpuKernels::of(std::env::var_os("RLHF_KERNELS").as_deref());
     if asked != GpuKernels::CudaOnly || !tch_ext::is_cuda_loaded() {

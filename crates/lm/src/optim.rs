@@ -115,7 +115,7 @@ impl Optimizer {
     /// state is in memory for steps only; a divided state of a model on a GPU is in the memory of the host, where the step is computed.
     ///
     /// # Errors
-    /// If the state has no room there.
+    /// If there is not enough memory or disk space for the optimizer state.
     pub fn of_model<H: ModelHead>(
         model: &PretrainedModel<H>,
         config: &OptimizerConfig,

@@ -845,8 +845,9 @@ impl Tokenizer {
     /// Number of tokens that were added to this tokenizer's vocabulary and that `other` does not have.
     pub fn added_beyond(&self, other: &Self) -> usize {
         let Some(own) = &self.inner else { return 0 };
-        let (own, theirs) = (own.get_vocab(false), other.vocab());
-        self.vocab().keys().filter(|token| !theirs.contains_key(*token) && !own.contains_key(*token)).count()
+        let (without_added, of_other) = (own.get_vocab(false), other.vocab());
+        let is_added = |token: &&String| !without_added.contains_key(*token) && !of_other.contains_key(*token);
+        self.vocab().keys().filter(is_added).count()
     }
 
     /// Truncates texts of more than `most` tokens to their last tokens from now on; added special tokens are kept.

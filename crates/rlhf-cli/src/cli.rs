@@ -103,7 +103,7 @@ pub(crate) struct Parsed {
     pub(crate) task: Task,
     /// Lines to print before the task starts: flags without an effect, and values left out of a preset.
     pub(crate) notes: Vec<String>,
-    /// Where the settings are written and by which names, for errors of the task.
+    /// The place where each setting was written, and the name it was written under, for errors while the task runs.
     pub(crate) written: Refusals,
 }
 

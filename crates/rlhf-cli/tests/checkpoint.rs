@@ -378,7 +378,9 @@ fn dpo_resumes_to_the_same_bits_with_each_reference_model() {
             with(&mut config.run);
             rlhf::train::dpo::dpo(&config, Console::Silent).unwrap();
             // A reference model that follows is what a run resumes from, and no part of the best model.
-            assert!(!config.run.output_dir.join("best/reference").exists());
+            let best = config.run.output_dir.join("best");
+            assert!(best.join("best.json").exists());
+            assert!(!best.join("reference").exists());
         });
     }
 }

@@ -243,6 +243,7 @@ fn a_teacher_has_bits_of_its_own_or_those_of_the_students_base() {
     assert_eq!(["--teacher_load_in_4bit", "--teacher_load_in_8bit true"].map(loss), [four, eight]);
     let of_fp4 = loss("--teacher_load_in_4bit --teacher_bnb_4bit_quant_type fp4");
     assert_eq!(loss("--load_in_4bit --bnb_4bit_quant_type fp4"), of_fp4);
+    assert_eq!(loss("--teacher_load_in_4bit --bnb_4bit_quant_type fp4"), of_fp4);
     // The first loss of an adapter is that of its base.
     let of_student = loss("--use_peft --load_in_4bit --teacher_load_in_4bit false");
     let of_both = loss("--use_peft --load_in_4bit");
@@ -256,6 +257,10 @@ fn a_teacher_has_bits_of_its_own_or_those_of_the_students_base() {
         (
             "--teacher_load_in_8bit --teacher_bnb_4bit_quant_type fp4",
             "teacher_bnb_4bit_quant_type = fp4 has no effect without teacher_load_in_4bit",
+        ),
+        (
+            "--teacher_load_in_4bit --teacher_bnb_4bit_quant_type nf4 --bnb_4bit_quant_type fp4",
+            "bnb_4bit_quant_type = fp4 has no effect without load_in_4bit",
         ),
         (
             "--teacher_load_in_4bit --load_in_8bit",

@@ -11,7 +11,7 @@ pub mod reward_model;
 pub mod sft;
 mod supervised;
 
-use crate::data::{Cursor, CursorState, Sources};
+use crate::data::{Cursor, Sources};
 use crate::report;
 use crate::run::checkpoint::FixedState;
 use crate::run::inputs::Inputs;
@@ -26,15 +26,6 @@ use rlhf_lm::optim::Optim;
 use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use rlhf_lm::tokenizer::Tokenizer;
 use std::path::Path;
-
-/// Restores the cursor from its state in a checkpoint.
-fn load_cursor(cursor: &mut Cursor, state: &CursorState, run: &RunConfig) -> Result<()> {
-    if run.checkpoints.resume_with_changed_inputs {
-        cursor.restore(state.taken);
-        return Ok(());
-    }
-    cursor.load_state(state)
-}
 
 /// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
 /// console. A report that cannot be written is a warning. Rank 0 alone does so.

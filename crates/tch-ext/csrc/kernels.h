@@ -4,6 +4,7 @@
 
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace tch_ext {
@@ -132,6 +133,13 @@ struct Branches {
   int64_t num_trees;
 
   int64_t tokens(int64_t row) const { return starts[row + 1] - starts[row]; }
+
+  // The number of rows of a tree that others continue.
+  int64_t slots_of(int64_t tree) const {
+    int64_t count = 0;
+    for (int64_t r = trees[tree]; r < trees[tree + 1]; r++) count = std::max(count, slots[r] + 1);
+    return count;
+  }
 };
 
 // Convolutions of each channel over the last `kernel` tokens; weights are [width, kernel].

@@ -67,7 +67,7 @@ class LeafGradient {
 
 std::vector<int64_t> all(const int64_t* starts, size_t rows) { return {starts, starts + rows + 1}; }
 
-// The rows that others continue; none if `parents` is null.
+// The row that each row continues, or -1; -1 for all if `parents` is null.
 std::vector<int64_t> all_parents(const int64_t* parents, size_t rows) {
   return parents ? std::vector<int64_t>(parents, parents + rows) : std::vector<int64_t>(rows, -1);
 }
@@ -92,9 +92,6 @@ struct Rows {
     }
     trees.push_back(rows);
   }
-
-  explicit Rows(std::vector<int64_t> all_starts)
-      : Rows(all_starts, std::vector<int64_t>(all_starts.size() - 1, -1)) {}
 
   Branches view() const {
     return {starts.data(), parents.data(), slots.data(), static_cast<int64_t>(parents.size()), trees.data(),
@@ -286,7 +283,7 @@ char* tch_ext_delta_rule_from(Tensor** out, const tch_ext_delta* sizes, const Te
   return guard([&] {
     at::NoGradGuard no_grad;
     const DeltaShape shape = shape_of(sizes);
-    const Rows packed(all(starts, rows));
+    const Rows packed(all(starts, rows), all_parents(nullptr, rows));
     const auto& places = packed.starts;
     const Tensor input = x->contiguous(), decays = g->contiguous(), strengths = beta->contiguous();
     check_delta(shape, input, decays, strengths, places);

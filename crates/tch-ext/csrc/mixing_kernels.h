@@ -502,16 +502,17 @@ void delta_forward(const DeltaShape& shape, const Branches& packed, const float*
     const int64_t tree = task / shape.key_heads, key_head = task % shape.key_heads, root = packed.trees[tree];
     const DeltaPlaces at(shape, key_head);
     const int64_t of_state = shape.key_dim * wide, of_row = at.group * of_state;
-    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), (packed.trees[tree + 1] - root) * of_row,
-                    DELTA_CHUNK * wide};
+    const int64_t of_ends = packed.slots_of(tree) * of_row;
+    Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), of_row, of_ends, DELTA_CHUNK * wide};
     ChunkKeys keys(scratch.take(ChunkKeys::size(shape.key_dim)), shape.key_dim);
     ChunkHead head(scratch.take(ChunkHead::size(shape.value_dim)), shape.value_dim);
-    float *all = scratch.take((packed.trees[tree + 1] - root) * of_row), *result = scratch.take(DELTA_CHUNK * wide);
+    float* states = scratch.take(of_row);
+    // States after the rows that others continue.
+    float *ends = scratch.take(of_ends), *result = scratch.take(DELTA_CHUNK * wide);
     for (int64_t r = root; r < packed.trees[tree + 1]; r++) {
-      float* states = all + (r - root) * of_row;
       auto place_of = [&](int64_t i) { return (r * heads + key_head * at.group + i) * memory; };
       if (packed.parents[r] >= 0)
-        std::memcpy(states, all + (packed.parents[r] - root) * of_row, of_row * sizeof(float));
+        std::memcpy(states, ends + packed.slots[packed.parents[r]] * of_row, of_row * sizeof(float));
       else
         for (int64_t i = 0; i < at.group; i++)
           load_state(start ? start + place_of(i) : nullptr, shape.key_dim, shape.value_dim, states + i * of_state);
@@ -534,6 +535,7 @@ void delta_forward(const DeltaShape& shape, const Branches& packed, const float*
           head.advance(keys, state, result);
         }
       }
+      if (packed.slots[r] >= 0) std::memcpy(ends + packed.slots[r] * of_row, states, of_row * sizeof(float));
       if (end)
         for (int64_t i = 0; i < at.group; i++)
           store_state(states + i * of_state, shape.key_dim, shape.value_dim, end + place_of(i));
@@ -775,8 +777,7 @@ void delta_backward(const DeltaShape& shape, const Branches& packed, const float
     const int64_t root = packed.trees[tree], last = packed.trees[tree + 1];
     const DeltaPlaces at(shape, key_head);
     const int64_t of_row = at.group * of_state, back_size = ChunkBack::size(shape.key_dim, shape.value_dim);
-    int64_t slots = 0;
-    for (int64_t r = root; r < last; r++) slots = std::max(slots, packed.slots[r] + 1);
+    const int64_t slots = packed.slots_of(tree);
     Scratch scratch{ChunkKeys::size(shape.key_dim), ChunkHead::size(shape.value_dim), back_size,
                     (most_chunks + 1) * of_row, of_row, slots * of_row, slots * of_row};
     ChunkKeys keys(scratch.take(ChunkKeys::size(shape.key_dim)), shape.key_dim);

@@ -858,6 +858,16 @@ struct Attention : torch::autograd::Function<Attention> {
 
 // --- Norms ----------------------------------------------------------------------------------------------------------
 
+// Adds the gradients of the weight and the bias of a norm on a GPU to those of the leaves that are trained.
+void add_norm_gradients(const gpu::NormOptions& options, const Tensor& of_out, const Tensor& x, const Tensor& means,
+                        const Tensor& rstds, const Tensor& weight, const Tensor& bias) {
+  const bool has_weight = weight.requires_grad(), has_bias = bias.defined() && bias.requires_grad();
+  if (!has_weight && !has_bias) return;
+  const auto [of_weight, of_bias] = gpu::norm_weight_gradient(options, of_out, x, means, rstds, has_bias);
+  if (has_weight) grad_of(weight).add_(of_weight);
+  if (has_bias) grad_of(bias).add_(of_bias);
+}
+
 struct Norm : torch::autograd::Function<Norm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const MaybeTensor& maybe_bias,
                         double eps, bool center, double offset, at::ScalarType dtype) {
@@ -900,12 +910,7 @@ struct Norm : torch::autograd::Function<Norm> {
     const Tensor g = grads[0].contiguous(), used = weight.to(at::kFloat);
     if (gpu::takes(x)) {
       const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
-      const bool has_weight = weight.requires_grad(), has_bias = bias.defined() && bias.requires_grad();
-      if (has_weight || has_bias) {
-        const auto [of_weight, of_bias] = gpu::norm_weight_gradient(options, g, x, saved[4], stats, has_bias);
-        if (has_weight) grad_of(weight).add_(of_weight);
-        if (has_bias) grad_of(bias).add_(of_bias);
-      }
+      add_norm_gradients(options, g, x, saved[4], stats, weight, bias);
       return {gpu::norm_gradient(options, g, {}, x, used, saved[4], stats, false)[0], {}, {}, {}, {}, {}, {}};
     }
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
@@ -950,12 +955,7 @@ struct SumNorm : torch::autograd::Function<SumNorm> {
     const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
     const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
     const Tensor of_sums = grads[0].contiguous(), g = grads[1].contiguous();
-    const bool has_weight = weight.requires_grad(), has_bias = bias.defined() && bias.requires_grad();
-    if (has_weight || has_bias) {
-      const auto [of_weight, of_bias] = gpu::norm_weight_gradient(options, g, x, means, rstds, has_bias);
-      if (has_weight) grad_of(weight).add_(of_weight);
-      if (has_bias) grad_of(bias).add_(of_bias);
-    }
+    add_norm_gradients(options, g, x, means, rstds, weight, bias);
     const auto [of_x, of_branch] =
         gpu::norm_gradient(options, g, of_sums, x, weight.to(at::kFloat).contiguous(), means, rstds, true);
     return {of_x, of_branch, ctx->saved_data["two"].toBool() ? of_branch : Tensor(), {}, {}, {}, {}, {}};

@@ -66,9 +66,7 @@ pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
 /// Appends a block of Q6_K: the low four bits of all numbers, the high two, the scale of each 16, the scale of the scales.
 pub(super) fn six_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
     let scales: Vec<f32> = numbers.chunks_exact(16).map(|group| symmetric(group, 32)).collect();
-    let widest =
-        scales.iter().copied().fold(0.0, |most: f32, scale| if scale.abs() > most.abs() { scale } else { most });
-    let (bits, scale) = rounded(widest / -128.0);
+    let (bits, scale) = rounded(widest(&scales) / -128.0);
     let parts: Vec<i8> = scales.iter().map(|own| if scale == 0.0 { 0 } else { (own / scale).round() as i8 }).collect();
     let codes: Vec<u8> = numbers
         .chunks_exact(16)
@@ -112,10 +110,15 @@ fn of_six_bits(most: f32) -> ([u8; 2], f32) {
     rounded(most / 63.0)
 }
 
+/// The number of largest magnitude.
+fn widest(numbers: &[f32]) -> f32 {
+    numbers.iter().copied().fold(0.0, |most: f32, x| if x.abs() > most.abs() { x } else { most })
+}
+
 /// The scale by which codes from `-half` to `half - 1` have the least squared error: that of the number of largest magnitude has `-half`, or a code
 /// near it.
 fn symmetric(numbers: &[f32], half: i32) -> f32 {
-    let widest = numbers.iter().copied().fold(0.0, |most: f32, x| if x.abs() > most.abs() { x } else { most });
+    let widest = widest(numbers);
     if widest == 0.0 {
         return 0.0;
     }

@@ -1,6 +1,7 @@
 //! Writes GGUF files of version 3.
 
 use super::Value;
+use super::blocks::TensorType;
 use super::quantize::{LARGE, SMALL, WriteBlock, five_bits, four_bits, in_blocks, six_bits};
 use rlhf_base::{Error, Result};
 use std::fs::File;
@@ -47,16 +48,23 @@ impl Stored {
         }
     }
 
-    /// Bytes of `numel` elements.
-    fn bytes(self, numel: u64) -> u64 {
+    /// The same type as readers have it.
+    fn as_read(self) -> TensorType {
         match self {
-            Self::F32 => 4 * numel,
-            Self::F16 | Self::Bf16 => 2 * numel,
-            Self::Q8_0 => numel / BLOCK as u64 * (2 + BLOCK as u64),
-            Self::Q5_0 => numel / SMALL as u64 * (2 + 4 + 16),
-            Self::Q4K => numel / LARGE as u64 * (2 + 2 + 12 + 128),
-            Self::Q6K => numel / LARGE as u64 * (128 + 64 + 16 + 2),
+            Self::F32 => TensorType::F32,
+            Self::F16 => TensorType::F16,
+            Self::Bf16 => TensorType::BF16,
+            Self::Q8_0 => TensorType::Q8_0,
+            Self::Q5_0 => TensorType::Q5_0,
+            Self::Q4K => TensorType::Q4K,
+            Self::Q6K => TensorType::Q6K,
         }
+    }
+
+    /// Bytes of `numel` elements, which are whole blocks.
+    fn bytes(self, numel: u64) -> u64 {
+        let block = self.as_read().block();
+        numel / block.elements as u64 * block.bytes as u64
     }
 
     /// The type of rows of this width: this one, or where they are no whole blocks of it llama.cpp's choice in its place.

@@ -13,7 +13,7 @@ use super::mixing::MixedPass;
 use super::params::{Files, Param};
 use super::plain_attention::PlainAttention;
 use super::quantized::Quantization;
-use super::shape::{MlpIn, Shape};
+use super::shape::{MlpIn, Order, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
 use super::stacked::stored_beside;
 use super::{plain, uses_kernels};
@@ -763,8 +763,8 @@ impl Body {
 /// Most tokens of the row by which the scores of attention without a kernel are counted: they grow with the square of a row's length.
 const USUAL_ROW: usize = 1024;
 
-/// Numbers, in the dtype of products, that a token of a usual row stores in a layer with attention, and in one with a state in its place; and
-/// those of the scores in use in the backward pass of one layer.
+/// Memory of a token in a row of usual length, as numbers of the compute dtype: what an attention layer stores, what a layer with a recurrent or
+/// convolutional state stores, and what the attention scores take while the backward pass computes one layer.
 fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
     let row = c.max_position_embeddings.clamp(1, USUAL_ROW);
     let (kind, count) = (compute.elt_size_in_bytes() as f64, row as f64);
@@ -789,6 +789,21 @@ fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
     [of_attention + gate, of_mixing, of_scores]
 }
 
+/// Bytes per token of norms in a layer whose attention has no kernel, beside the inputs of two norms: the numbers that libtorch's norms store, the
+/// norms of queries, keys and values, and the inputs of norms after a branch.
+fn stored_by_plain_norms(c: &Shape, (compute, device): (Kind, Device)) -> f64 {
+    if PlainAttention::of(c, compute, device).is_none() {
+        return 0.0;
+    }
+    let kind = compute.elt_size_in_bytes() as f64;
+    let (hidden, normalized) = (c.hidden_size as f64, if uses_kernels(compute, device) { 0.0 } else { 4.0 });
+    let after_branches = if matches!(c.order, Order::Sandwich | Order::Output) { 2.0 * hidden * 4.0 } else { 0.0 };
+    let [queries, keys] = c.mean_widths();
+    let values = if c.layer_shapes.is_empty() { 0.0 } else { keys };
+    let of_heads = if c.family.names.qk_norm.is_some() { queries + keys + values } else { 0.0 };
+    2.0 * hidden * normalized + after_branches + of_heads * (normalized + if kind < 4.0 { 4.0 + kind } else { 4.0 })
+}
+
 /// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` whose products are of this dtype on this device.
 pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkpointing: bool) -> usize {
     let kind = place.0.elt_size_in_bytes() as i64;
@@ -805,6 +820,7 @@ pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkp
     let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
     let width = kind as f64;
     layer += (c.routed_width() * (width + 4.0) + stored_beside(c, width) + stored_in_branch(c, width)) as i64;
+    layer += stored_by_plain_norms(c, place) as i64;
     if c.relative.is_some() {
         // Scores of contents and positions, for the keys of a long text.
         layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;

@@ -1127,7 +1127,7 @@ mod tests {
                 let about = width * sizes.activation_bytes(place, false);
                 let Activations { stored, working } = sizes.activations(tokens, place, None, false).unwrap();
                 let ratio = (stored + working) as f64 / about as f64;
-                assert!((0.7..2.3).contains(&ratio), "{name}, {kind:?}: {about}, {stored} and {working}");
+                assert!((0.7..1.6).contains(&ratio), "{name}, {kind:?}: {about}, {stored} and {working}");
             }
         }
     }

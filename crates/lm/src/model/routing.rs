@@ -26,8 +26,8 @@ pub(super) fn mixed(x: &Tensor, routes: Routes, run: &dyn Fn(usize, &Tensor) -> 
     let back = order.argsort(0, false);
     let counts = experts.view([-1]).bincount::<Tensor>(None, count as i64);
     let counts = Vec::<i64>::try_from(counts).expect("counts are i64");
-    let copies = || x.unsqueeze(1).expand([tokens, chosen, hidden], false).reshape([-1, hidden]);
-    let grouped = copies().index_select(0, &order).split_with_sizes(counts.as_slice(), 0);
+    let copies = x.unsqueeze(1).expand([tokens, chosen, hidden], false).reshape([-1, hidden]).index_select(0, &order);
+    let grouped = copies.split_with_sizes(counts.as_slice(), 0);
     let used = grouped.iter().enumerate().filter(|(_, tokens)| tokens.size()[0] > 0);
     let results: Vec<Tensor> = used.map(|(expert, tokens)| run(expert, tokens)).collect();
     let results = Tensor::cat(&results, 0).to_kind(Kind::Float).index_select(0, &back);

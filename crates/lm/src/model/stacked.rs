@@ -1,6 +1,6 @@
 //! Experts whose weights are one tensor for all of a layer: with a clamped gate (gpt-oss), and beside the layer's MLP (Gemma 4).
 
-use super::gates::gated;
+use super::gates::gated_halves;
 use super::linear::{Linear, LinearShape, Norm, Weight};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
@@ -186,8 +186,7 @@ impl ExpertsBeside {
         let scales = self.scales.to_kind(Kind::Float).index_select(0, &experts.view([-1])).view_as(&weights);
         let [inputs, outs] = self.stacks.each_ref().map(Stack::by_expert);
         let run = |expert: usize, tokens: &Tensor| {
-            let parts = inputs.product(expert, tokens).chunk(2, -1);
-            outs.product(expert, &gated(self.activation, &parts[0], &parts[1]))
+            outs.product(expert, &gated_halves(self.activation, &inputs.product(expert, tokens)))
         };
         let count = outs.weights.len();
         let routes = Routes { weights: weights * scales, experts, count };

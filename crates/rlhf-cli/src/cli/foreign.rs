@@ -16,6 +16,7 @@ mod trl;
 
 pub(super) use self::files::{LaunchFile, launch};
 pub(super) use self::interpret::translate;
+pub(super) use self::line::{of_file, of_line};
 #[cfg(test)]
 pub(super) use self::lookup::is_list;
 pub(super) use self::lookup::{described, hint, is_added, is_of_chat, is_warmup_ratio, rows, takes_map, with_flags};

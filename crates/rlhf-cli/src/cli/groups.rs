@@ -15,8 +15,8 @@ use rlhf::run::group_names::{GROUP_NAMES, MODEL, NOT_OF_GROUPS, POLICY};
 use rlhf::schema::renamed;
 use rlhf::settings::{PpoConfig, Preset};
 
-use super::args::on_line;
 use super::flags;
+use super::foreign::{of_file, of_line};
 use super::launch::{COMMANDS, LAUNCH};
 use super::names::{NAMES, has};
 use super::plan::PLAN;
@@ -139,16 +139,8 @@ pub(super) fn without_preset(rlhf: &Command, preset: Preset) -> Vec<Setting> {
 
 /// Sets the model to train where one of its two names is set.
 pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
-    let in_line = |key: &str| {
-        let mut words = flags.get_raw(key).filter(|_| on_line(flags, key))?;
-        words.next_back().map(|word| word.to_string_lossy().into_owned())
-    };
-    let in_file = |key: &str| {
-        let setting = settings.iter().rev().find(|setting| setting.key == key)?;
-        setting.values.first().cloned()
-    };
     let given = |word: Option<String>| word.filter(|word| !["none", "null"].contains(&&*word.to_ascii_lowercase()));
-    let [model, policy] = [MODEL, POLICY].map(|key| (given(in_line(key)), given(in_file(key))));
+    let [model, policy] = [MODEL, POLICY].map(|key| (given(of_line(flags, key)), given(of_file(settings, key))));
     match (model, policy) {
         // The flag is the model to train, whatever the file has.
         ((Some(model), _), (None, _)) | ((None, Some(model)), (None, None)) => {

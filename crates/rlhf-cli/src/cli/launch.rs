@@ -356,7 +356,7 @@ mod tests {
         assert_eq!(launched(&["--config_file", file], &generate).command, generate.map(OsString::from));
         std::fs::write(&path, "num_processes: many\n").unwrap();
         let error = parse_words(&[&["launch", "--config_file", file], &PPO[..]].concat()).unwrap_err();
-        assert_eq!(error, format!("{file}: `num_processes`: expected a whole number up to 1048576, found `many`"));
+        assert_eq!(error, format!("{file}: `num_processes`: expected a whole number up to 100000, found `many`"));
     }
 
     #[test]

@@ -246,14 +246,11 @@ impl File<'_> {
         };
         let resolved = resolve(preset, &settings, |_| false, build, check, &mut own);
         messages.notes.extend(own.notes.into_iter().map(|note| format!("{stage}: {note}")));
-        let error = match resolved {
-            Ok(config) => match own.refusals.end() {
-                Ok(()) => return Ok(Some(config)),
-                Err(error) => error,
-            },
-            Err(Stop::Error(error)) if own.refusals.is_empty() => own.refusals.told(error),
-            Err(Stop::Error(error)) => own.refusals.end().err().unwrap_or(error),
-            Err(other) => return Err(other),
+        let error = match (own.refusals.checked(), resolved) {
+            (Ok(_), Ok(config)) => return Ok(Some(config)),
+            (Ok(written), Err(Stop::Error(error))) => written.told(error),
+            (Err(error), Ok(_) | Err(Stop::Error(_))) => error,
+            (_, Err(other)) => return Err(other),
         };
         if error.refusals().is_empty() {
             return Err(error.into());

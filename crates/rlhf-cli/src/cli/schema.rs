@@ -15,7 +15,7 @@ use super::{foreign, help, names};
 /// Version of the format. It changes where a program that reads an older one would be wrong, not where something is added.
 const VERSION: u32 = 1;
 
-/// Commands whose runs, or evaluations, the same command continues.
+/// Commands that can resume their own runs.
 const CONTINUED: [&str; 8] = ["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo", "eval"];
 
 /// Commands of whose runs `rlhf replay` computes an update again.

@@ -226,6 +226,7 @@ fn a_result_that_no_sampled_token_follows_changes_no_gradient() {
         assert_eq!(found, expected, "{name}: with another text it is the same bit for bit");
     }
     for ((name, found), (_, expected)) in weights_after(dir.path(), &[]).iter().zip(&one) {
+        // Rounding: 2.5e-5 on a Xeon.
         assert_close(&format!("{name} without a result"), found, expected, 5e-5);
     }
     let start = weights(&init("llama_policy"), "policy");

@@ -17,11 +17,10 @@ use crate::rl::math::{KlEstimator, ScorePosition};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::targets;
 use crate::rl::stats::StepStats;
-use crate::run::Runtime;
-use crate::run::sinks::console::Console;
 use crate::run::start::Found;
 use crate::settings::{LogprobsOf, PpoConfig, PpoRun};
 use crate::train::ppo::{Loaded, Models, PpoParts, VALUE_MODEL};
+use rlhf_base::dist::World;
 use rlhf_base::name_of;
 use rlhf_base::weights::replace_files;
 use rlhf_base::{Error, Result};
@@ -287,7 +286,7 @@ impl RlhfEngine {
     /// # Errors
     /// The errors of [`RlhfEngine::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let (run, world) = (PpoRun::new(config)?, World::of_process());
         let Loaded { mut parts, cursor, .. } = Loaded::of_run(&run, more, Found::default(), &world)?;
         parts.prepare(&run)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
@@ -305,7 +304,7 @@ impl RlhfEngine {
     /// # Errors
     /// If a model cannot be loaded; if a setting has no effect here.
     pub fn from_models(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let (run, Runtime { world, .. }) = (PpoRun::new(config)?, Runtime::from(Console::Silent));
+        let (run, world) = (PpoRun::new(config)?, World::of_process());
         let Models { learner, reference, rewards, tokenizer, .. } = Models::of_run(&run, more, &world)?;
         Self::with_learner(learner, needed(reference)?, rewards, tokenizer, run)
     }

@@ -73,7 +73,10 @@ pub(super) fn load<S: DeserializeOwned>(learner: &mut Learner, dir: &Path, kind:
         let message = format!("`kind`: expected the state of a loop of kind `{kind}`, found {}", state["kind"]);
         return Err(Error::invalid(&path, message));
     }
-    let parts: Map<String, Value> = state.as_object().cloned().unwrap_or_default();
+    let parts = match state {
+        Value::Object(parts) => parts,
+        _ => Map::new(),
+    };
     let invalid = |e: serde_json::Error| Error::invalid(&path, format!("state of the loop: {e}"));
     let common: LoopState = read_parts(&parts).map_err(invalid)?;
     let state = read_parts(&parts).map_err(invalid)?;

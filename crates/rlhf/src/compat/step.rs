@@ -21,7 +21,6 @@ use crate::rl::learner::{EpochPlan, Learner};
 use crate::rl::rollout::{RolloutSettings, experience};
 use crate::rl::shaping::{Shaping, Targets, advantages, shape_rewards};
 use crate::rl::stats::{StepStats, optimizer_steps};
-use crate::run::Runtime;
 use crate::run::best::Best;
 use crate::run::card::Card;
 use crate::run::checkpoint::BEST;
@@ -34,6 +33,7 @@ use crate::run::sinks::console::Console;
 use crate::run::sinks::trackers::Outcome;
 use crate::settings::{EvalConfig, PpoConfig};
 use crate::train::ppo::check_same_kind;
+use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::rng::{Purpose, Stream};
 use rlhf_base::weights::replace_files;
@@ -325,7 +325,7 @@ impl StepTrainer {
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
         let reference = reference_of(&mut policy, reference, config.num_shared_layers)?;
         // One rank writes to the folder.
-        let Runtime { world, .. } = Runtime::from(Console::Silent);
+        let world = World::of_process();
         let own_dir = config.output_dir.as_deref().filter(|_| world.is_main());
         let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, ppo)).transpose())?;
         let reporter = own_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, ppo));

@@ -5,7 +5,7 @@ use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, shares, tokens_of};
 use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::rl::learner::EpochPlan;
-use crate::settings::{DistillConfig, DistillLoss, LogprobsOf, PpoConfig, SamplingConfig};
+use crate::settings::{DistillConfig, LogprobsOf, PpoConfig, SamplingConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
 use rlhf_lm::model::{
@@ -370,15 +370,16 @@ impl<'a> Job<'a> {
 
     /// Whether slices of the logits of student and teacher are held together.
     fn compares_slices(&self, config: &DistillConfig) -> bool {
-        let sizes = |member: &Member<'_>| member.sizes.config().vocab_size;
-        let differ = self.teacher().map(sizes) != self.members.first().map(sizes);
-        config.loss.loss_type == DistillLoss::Jsd || differ
+        let (Some(student), Some(teacher)) = (self.members.first(), self.teacher()) else { return false };
+        config.compares_slices([student, teacher].map(|member| member.sizes.config().vocab_size))
     }
 
     /// Bytes of the logits of a pass of a student with this many outputs, and of what a divergence makes of them.
     fn compared_logits(&self, student: &Member<'_>, teacher: &Member<'_>, outputs: usize) -> usize {
         let [own, other] = [student, teacher].map(|member| member.sizes.config().vocab_size.max(1));
-        let rows = outputs.min((self.logits_chunk() / own).max(1) as usize);
+        // On a CPU slices are those of the student alone.
+        let vocab = if self.machine.device == Device::Cpu { own } else { own.max(other) };
+        let rows = outputs.min((self.logits_chunk(LogitsUse::DIVERGENCE) / vocab).max(1) as usize);
         let logits = (own + other) as usize * self.compute.elt_size_in_bytes();
         let mixes = self.distillation().is_some_and(|config| config.loss.beta > 0.0 && config.loss.beta < 1.0);
         rows * (logits + own.min(other) as usize * 4 * (DIVERGENCE_LOGITS + usize::from(mixes)))
@@ -435,22 +436,17 @@ impl<'a> Job<'a> {
         Some(phase)
     }
 
-    /// The most logits of a slice, in elements.
-    fn logits_chunk(&self) -> i64 {
-        logits_chunk(self.machine.device, self.machine.whole, LogitsUse::MOST.copies())
+    /// The most logits of a slice, in elements, of which each takes `copies` numbers of f32.
+    fn logits_chunk(&self, copies: usize) -> i64 {
+        logits_chunk(self.machine.device, self.machine.whole, copies)
     }
 
     /// The use of its logits in a pass of a member.
     fn logits_use(&self, member: &Member<'_>, backward: bool) -> LogitsUse {
         let of_loss = self.ppo().filter(|_| backward && member.role == Role::Policy);
-        let has_sets = |config: &&PpoConfig| {
-            let sampling = &config.sampling;
-            let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
-            filters && sampling.logprobs_of == LogprobsOf::Filtered
-        };
         LogitsUse {
             soft_cap: member.sizes.config().final_softcap.is_some(),
-            sets: self.ppo().filter(has_sets).is_some(),
+            sets: self.ppo().is_some_and(|config| config.sampling.logprobs_of == LogprobsOf::Filtered),
             entropy_gradient: of_loss.is_some_and(|config| config.learns_entropy()),
             full_kl: of_loss.is_some_and(PpoConfig::stores_distributions),
         }
@@ -473,7 +469,7 @@ impl<'a> Job<'a> {
     /// Bytes of the logits of a pass with this many outputs.
     fn logits(&self, member: &Member<'_>, outputs: usize, backward: bool) -> usize {
         let vocab = member.sizes.config().vocab_size.max(1);
-        let rows = outputs.min((self.logits_chunk() / vocab).max(1) as usize);
+        let rows = outputs.min((self.logits_chunk(LogitsUse::MOST.copies()) / vocab).max(1) as usize);
         rows * vocab as usize * self.bytes_per_logit(member, backward)
     }
 
@@ -662,10 +658,13 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let of_slices = self.distillation().filter(|config| self.compares_slices(config));
-            let of_trained = trained().map(|member| self.bytes_per_logit(member, true)).max().unwrap_or(0).max(4);
-            let of_logits = of_slices.map_or(of_trained, |_| 4 * (DIVERGENCE_LOGITS + 3));
-            let beside = memory.peak_without_activations() + self.logits_chunk() as usize * of_logits;
+            let (copies, of_logits) = if self.distillation().is_some_and(|config| self.compares_slices(config)) {
+                (LogitsUse::DIVERGENCE, 4 * (DIVERGENCE_LOGITS + 3))
+            } else {
+                let of_trained = trained().map(|member| self.bytes_per_logit(member, true)).max();
+                (LogitsUse::MOST.copies(), of_trained.unwrap_or(0).max(4))
+            };
+            let beside = memory.peak_without_activations() + self.logits_chunk(copies) as usize * of_logits;
             available.saturating_sub(beside) / per_token.max(1)
         });
         let (limit, longest_row) = (self.limit, self.rows.longest(self.shares()));

@@ -151,13 +151,18 @@ fn simple(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
         };
         edits.push(Edit::new(format!("--max_tokens_per_micro_batch {tokens}"), set));
     }
-    if job.ppo().is_some_and(|config| config.local_rollout_forward_batch_size > ROWS) {
+    let rows = match run {
+        PlannedRun::Ppo(config) => config.local_rollout_forward_batch_size,
+        PlannedRun::Distill(config) if config.samples() => config.local_rollout_forward_batch_size,
+        PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) | PlannedRun::Distill(_) => 0,
+    };
+    if rows > ROWS {
         let flags = format!("--local_rollout_forward_batch_size {ROWS}");
-        edits.push(Edit::of_ppo(flags, |config| config.local_rollout_forward_batch_size = ROWS));
-    }
-    if job.distillation().is_some_and(|config| config.samples() && config.local_rollout_forward_batch_size > ROWS) {
-        let flags = format!("--local_rollout_forward_batch_size {ROWS}");
-        edits.push(Edit::of_distillation(flags, |config| config.local_rollout_forward_batch_size = ROWS));
+        edits.push(Edit::new(flags, |run| match run {
+            PlannedRun::Ppo(config) => config.local_rollout_forward_batch_size = ROWS,
+            PlannedRun::Distill(config) => config.local_rollout_forward_batch_size = ROWS,
+            PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Dpo(_) => {}
+        }));
     }
     edits
 }

@@ -86,8 +86,7 @@ impl Rows {
     /// Rows without data: no tokens at all, so that what a run needs is a lower bound.
     pub(super) fn unread(run: &PlannedRun) -> Self {
         let (rows, rows_of_item) = match run {
-            PlannedRun::Ppo(config) => (config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size), 1),
-            PlannedRun::Distill(config) => (config.plan_for(MANY_PROMPTS).map_or(1, |plan| plan.batch_size), 1),
+            PlannedRun::Ppo(_) | PlannedRun::Distill(_) => (run.batch_size().unwrap_or(1), 1),
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => (1, 1),
             PlannedRun::Dpo(_) => (2, 2),
         };

@@ -6,7 +6,7 @@ use super::address::without_query;
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
-    MOST_REQUESTS, MOST_ROWS, REWARDS, Settings, above_zero, all, at_least_one, at_most, expect, no_effect,
+    MOST_REQUESTS, MOST_ROWS, REWARDS, Settings, above_zero, all, at_least_one, expect, no_effect,
 };
 
 /// Maximum time to wait for a reward, in seconds.
@@ -72,7 +72,6 @@ impl RewardSourcesConfig {
         all([
             at_least_one(name_of!(self.reward_batch_size), self.reward_batch_size),
             at_least_one(name_of!(self.reward_concurrency), self.reward_concurrency),
-            at_most::<Self>(name_of!(self.reward_concurrency), self.reward_concurrency),
             expect(seconds > 0.0 && seconds <= LONGEST_TIMEOUT, name_of!(self.reward_timeout), seconds, expected),
         ])
     }

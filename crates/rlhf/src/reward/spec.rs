@@ -147,13 +147,21 @@ pub(crate) struct RewardSources<'a> {
 ///
 /// # Errors
 /// If one is malformed, or a weight, scale, clip or normalization names an unknown reward.
-pub(crate) fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
+fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
     let sources = sources.into();
     let found = kinds(&sources)?;
     let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
     let transforms = transforms(sources.settings, &names)?;
     let with = |((name, kind, about), transform)| Spec { name, kind, transform, about };
     Ok(found.into_iter().zip(transforms).map(with).collect())
+}
+
+/// Returns the rewards of a configuration as [`specs`] does, or none with the error: for checks that go on.
+pub(crate) fn specs_or_error<'a>(sources: impl Into<RewardSources<'a>>) -> (Vec<Spec>, Result<()>) {
+    match specs(sources) {
+        Ok(rewards) => (rewards, Ok(())),
+        Err(error) => (Vec::new(), Err(error)),
+    }
 }
 
 /// Returns name, kind and description of every reward.

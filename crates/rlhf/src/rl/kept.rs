@@ -83,8 +83,8 @@ impl KeptResponses {
         let Some(KeptState { rows, tokens, stopped }) = state.filter(|_| self.least > 0) else { return Ok(()) };
         if tokens.len() != rows.len() || stopped.len() != rows.len() || rows.iter().any(|&row| row >= prompts) {
             return Err(Error::Run(format!(
-                "state of the last responses: expected rows below {prompts}, each with tokens and stopped, found {} rows, {} tokens \
-                 and {} stopped",
+                "state of the last responses: expected as many tokens and stopped as rows, each row one of the prompts, found {} rows, \
+                 {} tokens and {} stopped",
                 rows.len(),
                 tokens.len(),
                 stopped.len()

@@ -253,7 +253,7 @@ impl Learner {
     /// [`Learner::new`], with optimizer state that is at `place` between the steps if there is one; see [`Optimizer::of_model`].
     ///
     /// # Errors
-    /// If the state has no room there.
+    /// If there is not enough memory or disk space for the optimizer state.
     pub fn with_state_at(
         policy: CausalLm,
         value: impl Into<ValueModel>,
@@ -266,7 +266,7 @@ impl Learner {
     /// [`Learner::with_state_at`] on the ranks `world`, in place of those that this process has joined.
     ///
     /// # Errors
-    /// If the state has no room there.
+    /// If there is not enough memory or disk space for the optimizer state.
     pub fn on_ranks(
         world: &World,
         (mut policy, mut value): (CausalLm, ValueModel),

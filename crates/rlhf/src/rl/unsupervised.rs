@@ -135,11 +135,7 @@ impl Unsupervised {
     /// # Errors
     /// If that was over another number of blocks, and they may not differ.
     pub(crate) fn load_state(&mut self, state: &CursorState, may_differ: bool) -> Result<()> {
-        if may_differ {
-            self.cursor.restore(state.taken);
-            return Ok(());
-        }
-        self.cursor.load_state(state).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
+        self.cursor.load_state(state, may_differ).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
     }
 }
 

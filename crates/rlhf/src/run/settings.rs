@@ -167,7 +167,6 @@ impl RunConfig {
             } else {
                 Ok(())
             },
-            self.quantization.check(),
             self.loss_scale.check(self.fp16),
             self.tracking.check(),
             self.checkpoints.check(),

@@ -9,7 +9,7 @@ use super::plan::Sizes;
 use super::ppo::{LegacyConfig, PpoConfig, RolloutLogConfig, TestModeConfig, ValueConfig};
 use super::presets::Preset;
 use super::resolve::TARGET_KL;
-use crate::reward::{Spec, specs};
+use crate::reward::{Spec, specs_or_error};
 use crate::rl::advantage::{AdvantageEstimator, Aggregation};
 use crate::rl::math::KlEstimator;
 use crate::rl::settings::{LossType, WhitenAdvantages};
@@ -75,16 +75,13 @@ impl PpoConfig {
         self.checked().map(drop)
     }
 
-    /// Checks every setting as [`PpoConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
+    /// Checks every setting as [`PpoConfig::check`] does, and returns the rewards, which later parts of the run take from here.
     pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
         // The checks below multiply some of them.
         check_sizes(self)?;
         let sizes = self.sizes();
         let known = sizes.as_ref().ok();
-        let (rewards, of_rewards) = match specs(self) {
-            Ok(rewards) => (rewards, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
-        };
+        let (rewards, of_rewards) = specs_or_error(self);
         all([
             at_least_one(name_of!(self.response_length), self.response_length),
             at_least_one(name_of!(self.num_ppo_epochs), self.num_ppo_epochs),
@@ -107,6 +104,7 @@ impl PpoConfig {
             self.groups.check(self.advantage.num_generations, self.response_length),
             self.sync.check(self.peft.use_peft || self.legacy.num_shared_layers.is_some(), self.has_reference()),
             self.run.quantization.check_trained(self.peft.use_peft),
+            self.run.quantization.check(),
             self.check_groups(),
             self.check_one_by_one(),
             self.check_without_critic(),

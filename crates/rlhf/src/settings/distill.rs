@@ -156,7 +156,7 @@ pub struct DistillConfig {
     pub run: RunConfig,
 }
 
-/// Differences of the teacher's quantization from that of the other frozen weights; a setting that is not set is theirs.
+/// Quantization of the teacher alone. A setting that is not set has the value for the other frozen weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct TeacherQuantizationConfig {
     /// Hold the teacher's linear layers in 4 bits [default: `load_in_4bit`, which is for the teacher also without `use_peft`].
@@ -187,21 +187,20 @@ impl TeacherQuantizationConfig {
         }
     }
 
-    /// Whether the teacher has bits of its own, or none where the other frozen weights have some.
+    /// Whether a setting gives the teacher's bits: 4, 8 or none.
     fn is_set(&self) -> bool {
         self.teacher_load_in_4bit.is_some() || self.teacher_load_in_8bit.is_some()
     }
 
     fn check(&self, shared: &QuantizationConfig, use_peft: bool) -> Result<()> {
-        let of_teacher = self.of_teacher(shared);
+        let (of_teacher, mut refusals) = (self.of_teacher(shared), Refusals::default());
         if self.is_set() && of_teacher.load_in_4bit && of_teacher.load_in_8bit {
-            return exclude(
+            refusals.add(exclude(
                 name_of!(self.teacher_load_in_4bit),
                 name_of!(self.teacher_load_in_8bit),
                 " = true and teacher_load_in_8bit = true exclude each other: set one of them",
-            );
+            ))?;
         }
-        let mut refusals = Refusals::default();
         if !of_teacher.load_in_4bit {
             let why = "without teacher_load_in_4bit";
             if let Some(found) = self.teacher_bnb_4bit_quant_type {
@@ -216,6 +215,17 @@ impl TeacherQuantizationConfig {
                 "without use_peft, as the teacher has settings of its own: a student in 4 or 8 bits trains adapters";
             refusals.add(no_effect(name, true, why))?;
         }
+        let (mut of_others, usual) = (shared.clone(), QuantizationConfig::default());
+        if of_teacher.load_in_4bit && !shared.load_in_4bit {
+            // What the teacher has no setting of its own for, it takes from the shared ones, which so have an effect.
+            if self.teacher_bnb_4bit_quant_type.is_none() {
+                of_others.bnb_4bit_quant_type = usual.bnb_4bit_quant_type;
+            }
+            if self.teacher_use_bnb_nested_quant.is_none() {
+                of_others.use_bnb_nested_quant = usual.use_bnb_nested_quant;
+            }
+        }
+        refusals.add(of_others.check())?;
         refusals.end()
     }
 }
@@ -441,6 +451,12 @@ impl DistillConfig {
     /// Returns the temperature of the distributions in the loss.
     pub(crate) fn temperature_of_loss(&self) -> f64 {
         self.loss_temperature.unwrap_or(self.temperature)
+    }
+
+    /// Whether logits of student and teacher, whose vocabularies have these sizes, are compared slice by slice. Log-probabilities of sampled
+    /// tokens alone are each model's own, where both are over the same ids.
+    pub(crate) fn compares_slices(&self, [student, teacher]: [i64; 2]) -> bool {
+        self.loss.loss_type == DistillLoss::Jsd || student != teacher
     }
 
     /// Returns the format of the teacher's weights; `None` if they stay as they are.

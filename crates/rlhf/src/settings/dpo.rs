@@ -23,8 +23,6 @@ use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 /// Settings of groups that have another default in this command: clipping as TRL has it, and texts that weigh as much as the pairs, where PPO has
 /// the coefficient of InstructGPT.
 const OWN_DEFAULTS: [(&str, &str); 2] = [("max_grad_norm", "1"), ("unsup_coef", "1")];
-/// The second of them.
-const UNSUP_COEF: f64 = 1.0;
 
 /// Metrics of an evaluation, by TRL's names, in the order of `train::dpo::totals::Totals`; those of training are the same without `eval_`.
 pub(crate) const EVAL_METRICS: [&str; 11] = [
@@ -410,17 +408,19 @@ impl DpoConfig {
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
         check_sizes(self)?;
+        let usual: Self = defaults_with(&OWN_DEFAULTS);
         all([
             self.data.check(self.eval_dataset_name.as_deref()),
             self.max_length.map_or(Ok(()), |most| at_least_one(name_of!(self.max_length), most)),
             at_least_one(name_of!(self.per_device_eval_batch_size), self.per_device_eval_batch_size),
             at_least_one(name_of!(self.logging_steps), self.logging_steps),
             self.loss.check(),
-            self.unsupervised.check_with_default(UNSUP_COEF),
+            self.unsupervised.check_with_default(usual.unsupervised.unsup_coef),
             self.check_reference(),
             self.check_dropout(),
             self.peft.check(),
             self.run.quantization.check_trained(self.peft.use_peft),
+            self.run.quantization.check(),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check_save_dtype(self.peft.use_peft),

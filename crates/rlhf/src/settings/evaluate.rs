@@ -10,12 +10,12 @@ use super::generate::GenerateConfig;
 use super::responses::ResponsesConfig;
 use crate::data::SplitConfig;
 use crate::environment::EnvironmentConfig;
-use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, Spec, specs, without_query};
+use crate::reward::{LONGEST_TIMEOUT, RewardSources, RewardSourcesConfig, Spec, specs_or_error, without_query};
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{
     ANY, DATA, EVALUATION, MODELS, MOST_REQUESTS, MOST_ROWS, NONE, REWARDS, RUN, SAMPLING, SPEED, Settings, all,
-    at_least_one, at_most, defaults, exclude, expect, no_effect, refuse, usage,
+    at_least_one, defaults, exclude, expect, no_effect, refuse, usage,
 };
 
 /// Settings of `rlhf eval`.
@@ -195,10 +195,7 @@ impl EvaluateConfig {
     /// Checks every setting as [`EvaluateConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
     pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
-        let (rewards, of_rewards) = match specs(self) {
-            Ok(rewards) => (rewards, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
-        };
+        let (rewards, of_rewards) = specs_or_error(self);
         let sides = match (&self.compare, &self.compare_column) {
             (Some(model), Some(column)) => exclude(
                 name_of!(self.compare),
@@ -343,7 +340,6 @@ impl JudgeConfig {
             }),
             tokens.map_or(Ok(()), |found| at_least_one(name_of!(self.judge_max_tokens), found)),
             at_least_one(name_of!(self.judge_concurrency), self.judge_concurrency),
-            at_most::<Self>(name_of!(self.judge_concurrency), self.judge_concurrency),
             expect(
                 seconds > 0.0 && seconds <= LONGEST_TIMEOUT,
                 name_of!(self.judge_timeout),

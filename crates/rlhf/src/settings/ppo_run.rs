@@ -105,6 +105,7 @@ impl PpoRun {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rl::learner::StepRates;
     use crate::settings::Preset;
     use crate::settings::tests::{ppo, usage_of};
 
@@ -113,10 +114,12 @@ mod tests {
         let mut config = ppo();
         config.rewards.reward = vec!["length:target=40".into(), "brief=length:9".into()];
         config.value.value_learning_rate = Some(1e-5);
+        (config.clip_reward_value, config.run.seed) = (Some(2.0), 7);
         let run = PpoRun::new(&config).unwrap();
         assert_eq!(run.rewards.iter().map(Spec::name).collect::<Vec<_>>(), ["model", "length", "brief"]);
-        assert_eq!((run.config(), run.shaping(), run.learner()), (&config, &config.shaping(), &config.learner()));
-        assert_eq!(run.schedule(), &config.schedule());
+        assert_eq!((run.config(), run.shaping().reward_clip, run.learner().seed), (&config, Some([-2.0, 2.0]), 7));
+        let rates = run.schedule().rates(0, 10);
+        assert_eq!((rates.policy, rates.value), (Some(3e-6), 1e-5));
         assert!(run.needs_critic && run.has_reference && run.has_own_value_rate);
         config.rewards.reward.push("rhyme".into());
         config.temperature = 0.0;
@@ -135,14 +138,10 @@ mod tests {
         assert_eq!([0, 1].map(|update| first(&ppo, update)), [Some(1.0), Some(0.75)]);
         assert_eq!([0, 1].map(|update| first(&groups, update)), [Some(1.0), Some(0.75)], "step 6 of 24");
         let of = |run: &PpoRun| run.schedule.step_rates(1, 4, 3);
-        assert_eq!(of(&ppo), run_rates(&ppo, 1));
+        assert_eq!(of(&ppo), StepRates::from(ppo.schedule.rates(1, 4)));
         assert_ne!(of(&groups), of(&ppo), "the rates of its later steps are lower");
         let [of_ppo, of_groups] = [&ppo, &groups].map(|run| run.schedule.orders(0, 16));
         assert_ne!(of_ppo[0], of_ppo[1]);
         assert_eq!(of_groups[0], of_groups[1]);
-    }
-
-    fn run_rates(run: &PpoRun, update: usize) -> crate::rl::learner::StepRates {
-        run.schedule.rates(update, 4).into()
     }
 }

@@ -166,6 +166,7 @@ impl RewardConfig {
                 .map_or(Ok(()), |weight| zero_or_more(name_of!(self.center_rewards_coefficient), weight)),
             self.peft.check(),
             self.run.quantization.check_trained(self.peft.use_peft || self.eval_only),
+            self.run.quantization.check(),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check_save_dtype(self.peft.use_peft),

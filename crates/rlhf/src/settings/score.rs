@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::check::check_sizes;
 use super::rows::RowsConfig;
-use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, Spec, resolve, specs};
+use crate::reward::{RewardSources, RewardSourcesConfig, Rewards, Spec, resolve, specs_or_error};
 use rlhf_base::Result;
 use rlhf_base::name_of;
 use rlhf_base::schema::{MODELS, Settings, all, defaults, refuse, usage};
@@ -62,19 +62,15 @@ impl ScoreConfig {
     /// Checks every setting as [`ScoreConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
     fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
-        let (rewards, of_rewards) = match specs(self) {
-            Ok(rewards) => (rewards, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
-        };
-        let enough = match rewards[..] {
-            _ if of_rewards.is_err() => of_rewards,
+        let (rewards, of_rewards) = specs_or_error(self);
+        let enough = of_rewards.and_then(|()| match rewards[..] {
             [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
             _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => refuse(
                 name_of!(self.tokenizer_name),
                 ": expected the policy's folder, as rewards read the text of its tokens, found none",
             ),
             _ => Ok(()),
-        };
+        });
         all([self.rewards.check(), enough, self.rows.check()])?;
         Ok(rewards)
     }

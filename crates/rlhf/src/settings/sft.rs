@@ -191,6 +191,7 @@ impl SftConfig {
             at_least_one(name_of!(self.logging_steps), self.logging_steps),
             self.peft.check(),
             self.run.quantization.check_trained(self.peft.use_peft),
+            self.run.quantization.check(),
             check_learning(self.learning_rate, &self.optimizer, None),
             self.optimizer.check_held(&[self.run.dist.zero_stage], self.run.bf16, self.peft.use_peft),
             self.run.check_save_dtype(self.peft.use_peft),

@@ -256,8 +256,8 @@ fn load_models(
     }
     let base = if lora.is_some() && reference_dir.is_none() { Some(policy.base()?) } else { None };
     divide(&mut policy, &config.run, world);
-    let mut reference = match reference_dir {
-        Some(other) => {
+    let mut reference = match (reference_dir, base) {
+        (Some(other), _) => {
             let reference = load_reference(config, other)?;
             check_vocabulary([policy.config(), reference.config()], [dir, other])?;
             if config.sync.sync_ref_model {
@@ -265,9 +265,9 @@ fn load_models(
             }
             Some(reference)
         }
-        None if lora.is_some() => base,
-        None if config.precompute_ref_log_probs => None,
-        None => Some(load_reference(config, dir)?),
+        (None, Some(base)) => Some(base),
+        (None, None) if config.precompute_ref_log_probs => None,
+        (None, None) => Some(load_reference(config, dir)?),
     };
     if let Some(reference) = &mut reference {
         place_reference(reference, config, world)?;

@@ -1,8 +1,6 @@
 //! The reward model: a sequence classifier learns to score the preferred text of each pair above the other.
 
-use super::supervised::{
-    Data, Loaded, Sums, Supervised, Unread, UpdateRows, Words, spec, start_training, train, with_opened,
-};
+use super::supervised::{Data, Loaded, Sums, Supervised, UpdateRows, Words, spec, start_training, train, with_opened};
 use super::{Gathered, check_held_out, gather, model_options, notes_on_weights, small_dataset, trained_options};
 use crate::data::{Dataset, Pair, Sources};
 use crate::run::Runtime;
@@ -628,7 +626,7 @@ impl Compared {
 }
 
 /// Sums over pairs.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Totals {
     pairs: f64,
     loss: f64,
@@ -638,7 +636,7 @@ struct Totals {
     grad_norm: f64,
     /// Loss, correct pairs, margin and score of micro-batches, `[4]` f32 each, which are not in the sums yet.
     #[serde(skip)]
-    unread: Unread<Tensor>,
+    unread: Vec<Tensor>,
 }
 
 impl Totals {
@@ -679,16 +677,16 @@ impl Totals {
         self.pairs += margin.numel() as f64;
         let sum = |x: &Tensor| x.detach().sum(Kind::Float);
         let sums = [loss.detach(), sum(&margin.gt(0.0)), sum(&margin), sum(&scores)];
-        self.unread.0.push(Tensor::stack(&sums, 0));
+        self.unread.push(Tensor::stack(&sums, 0));
         loss
     }
 
     /// Reads what [`Totals::add`] has left on the device, at once: each read waits for all work before it.
     fn read(&mut self) {
-        if self.unread.0.is_empty() {
+        if self.unread.is_empty() {
             return;
         }
-        let unread = std::mem::take(&mut self.unread.0);
+        let unread = std::mem::take(&mut self.unread);
         for sums in to_host(&Tensor::stack(&unread, 0)).chunks(4) {
             self.loss += sums[0];
             self.correct += sums[1];

@@ -549,7 +549,7 @@ pub(crate) fn shorten(
 }
 
 /// Sums since the last line of metrics.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Totals {
     loss: f64,
     /// Tokens in the loss.

@@ -1,6 +1,6 @@
 //! Training with one optimizer step per update, the loop of SFT, of the reward model, of DPO and of distillation.
 
-use super::{describe_machine, fixed_state, leave_report, load_cursor, trained_share, updates_fact};
+use super::{describe_machine, fixed_state, leave_report, trained_share, updates_fact};
 use crate::data::{Cursor, CursorState, Dataset, Sources};
 use crate::run::Runtime;
 use crate::run::card::Card;
@@ -21,7 +21,7 @@ use rlhf_lm::optim::{Optimizer, learning_rate};
 use rlhf_lm::tokenizer::Tokenizer;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -92,10 +92,10 @@ pub(super) trait Supervised {
 
 /// State of a run in a checkpoint, beside weights, optimizers and the best model, of SFT, of a reward model, of DPO and of distillation.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct SupervisedState<S> {
+pub(super) struct SupervisedState {
     cursor: CursorState,
     /// Sums since the last line of metrics.
-    since: S,
+    since: Value,
     /// The last update after which a line of metrics was due.
     recorded: usize,
     #[serde(flatten)]
@@ -115,24 +115,8 @@ pub(super) struct TaskState {
     pub(super) num_tokens: Option<usize>,
 }
 
-/// Numbers of passes that are on the device, and not in sums yet: saved sums, and so their copies, have none of them.
-#[derive(Debug)]
-pub(super) struct Unread<T>(pub(super) Vec<T>);
-
-impl<T> Default for Unread<T> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<T> Clone for Unread<T> {
-    fn clone(&self) -> Self {
-        Self::default()
-    }
-}
-
 /// Sums since the last line of metrics.
-pub(super) trait Sums: Default + Clone + Serialize + DeserializeOwned {
+pub(super) trait Sums: Default + Serialize + DeserializeOwned {
     /// Adds an optimizer step with this norm of the gradients, 0 if it was skipped.
     fn add_step(&mut self, grad_norm: f64);
 
@@ -555,7 +539,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
 }
 
 impl<T: Supervised, C> Trainee for Run<'_, T, C> {
-    type State = SupervisedState<T::Sums>;
+    type State = SupervisedState;
 
     fn progress(&self) -> &Progress {
         &self.progress
@@ -577,7 +561,7 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     fn state(&self) -> Self::State {
         SupervisedState {
             cursor: self.data.cursor.state(),
-            since: self.training.sums.clone(),
+            since: json!(self.training.sums),
             recorded: self.progress.recorded,
             task: self.task.state(),
             loss_scale: self.training.scaler.as_ref().map(LossScaler::state),
@@ -587,10 +571,11 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     fn load(&mut self, saved: &Saved) -> Result<()> {
         let (fixed, state): (FixedState, Self::State) = (saved.parts().read()?, saved.parts().read()?);
         // The session restores the last record with the number of updates.
-        let SupervisedState { cursor, since, recorded: _, task, loss_scale } = state;
+        let SupervisedState { cursor, since: _, recorded: _, task, loss_scale } = state;
         let invalid = |e: Error| Error::invalid(&saved.dir, e.to_string());
-        load_cursor(&mut self.data.cursor, &cursor, self.spec.run).map_err(invalid)?;
-        self.training.sums = since;
+        let may_differ = self.spec.run.checkpoints.resume_with_changed_inputs;
+        self.data.cursor.load_state(&cursor, may_differ).map_err(invalid)?;
+        self.training.sums = saved.parsed("since")?;
         let has_changed = !self.record.inputs.changed(&fixed.inputs).is_empty();
         self.task.load(&saved.dir, &task, &self.world, has_changed)?;
         if let (Some(scaler), Some(state)) = (&mut self.training.scaler, &loss_scale) {

@@ -308,7 +308,7 @@ std::array<Tensor, 2> norm_weight_gradient(const NormOptions& of, const Tensor& 
   const Tensor biases = with_bias ? at::empty({parts, width}, options(x, at::kFloat)) : Tensor();
   const void *d = data(of_out), *in = data(x), *m = data(means), *r = data(rstds), *w = data(weights), *b = data(biases);
   const int center = of.center;
-  // A thread has a column of a part; none goes on with others.
+  // Each thread sums one column of one part.
   const Grid grid{static_cast<unsigned>((width + THREADS - 1) / THREADS), static_cast<unsigned>(parts), THREADS};
   launch(is_f32(of_out) ? Kernel::norm_weight_gradient_f32 : Kernel::norm_weight_gradient_bf16, grid, x,
          {&d, &in, &m, &r, &w, &b, &rows, &width, &rows_of_part, &center});
@@ -368,9 +368,8 @@ Tensor gated(const Tensor& gate, const Tensor& up, int64_t activation) {
   const bool packed = gate.numel() % numbers_of(gate) == 0 && is_aligned(gate, 16) && is_aligned(up, 16);
   // All numbers in one row.
   const auto [s, grid] = gated_shape(1, gate.numel(), 0, packed ? numbers_of(gate) : 1, activation);
-  const GatedShape shape = s;
   const void *g = data(gate), *u = data(up), *o = data(out);
-  launch(chosen(Kernel::gated_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &o, &shape});
+  launch(chosen(Kernel::gated_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &o, &s});
   return out;
 }
 
@@ -381,9 +380,8 @@ std::array<Tensor, 2> gated_gradient(const Tensor& gate, const Tensor& up, const
   const bool packed =
       gate.numel() % numbers_of(gate) == 0 && is_aligned(gate, 16) && is_aligned(up, 16) && is_aligned(of_out, 16);
   const auto [s, grid] = gated_shape(1, gate.numel(), 0, packed ? numbers_of(gate) : 1, activation);
-  const GatedShape shape = s;
   const void *g = data(gate), *u = data(up), *d = data(of_out), *og = data(of_gate), *ou = data(of_up);
-  launch(chosen(Kernel::gated_gradient_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &d, &og, &ou, &shape});
+  launch(chosen(Kernel::gated_gradient_f32, gate.scalar_type(), packed), grid, gate, {&g, &u, &d, &og, &ou, &s});
   return {of_gate, of_up};
 }
 
@@ -391,9 +389,8 @@ Tensor gated_halves(const Tensor& both, int64_t activation) {
   const auto [width, numbers] = halves_of(both);
   const Tensor out = at::empty({both.size(0), width}, options(both, both.scalar_type()));
   const auto [s, grid] = gated_shape(both.size(0), width, 2 * width, numbers, activation);
-  const GatedShape shape = s;
   const void *g = data(both), *u = at_number(both, width), *o = data(out);
-  launch(chosen(Kernel::gated_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &o, &shape});
+  launch(chosen(Kernel::gated_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &o, &s});
   return out;
 }
 
@@ -403,9 +400,8 @@ Tensor gated_halves_gradient(const Tensor& both, const Tensor& of_out, int64_t a
   const int64_t numbers = is_aligned(of_out, 16) ? most : 1;
   const Tensor of_both = at::empty(both.sizes(), options(both, both.scalar_type()));
   const auto [s, grid] = gated_shape(both.size(0), width, 2 * width, numbers, activation);
-  const GatedShape shape = s;
   const void *g = data(both), *u = at_number(both, width), *d = data(of_out), *og = data(of_both), *ou = at_number(of_both, width);
-  launch(chosen(Kernel::gated_gradient_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &d, &og, &ou, &shape});
+  launch(chosen(Kernel::gated_gradient_f32, both.scalar_type(), numbers > 1), grid, both, {&g, &u, &d, &og, &ou, &s});
   return of_both;
 }
 

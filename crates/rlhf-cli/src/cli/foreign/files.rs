@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use rlhf::schema::{MOST_PORT, MOST_RANKS};
 use rlhf::{Error, Result};
 use serde_json::{Map, Value};
 
@@ -110,13 +111,13 @@ pub(in crate::cli) fn launch(path: &Path) -> Result<LaunchFile> {
             }
         },
     };
-    let count = |key| number(key, 1 << 20).map(|number| number.map(|number| number as usize));
+    let count = |key| number(key, MOST_RANKS).map(|number| number.map(|number| number as usize));
     Ok(LaunchFile {
         num_processes: count("num_processes")?,
         num_machines: count("num_machines")?,
         machine_rank: count("machine_rank")?,
         main_process_ip: map.get("main_process_ip").filter(|value| !value.is_null()).map(text),
-        main_process_port: number("main_process_port", 65535)?.map(|port| port as u16),
+        main_process_port: number("main_process_port", MOST_PORT)?.map(|port| port as u16),
     })
 }
 

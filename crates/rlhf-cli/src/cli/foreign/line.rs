@@ -1,6 +1,7 @@
 //! The flags of other systems that a command line and its file set.
 
 use clap::{ArgMatches, Command};
+use rlhf::schema::Setting as _;
 
 use super::super::args::on_line;
 use super::super::setting::Setting;
@@ -34,6 +35,12 @@ impl Given {
         self.shown().to_ascii_lowercase()
     }
 
+    /// Whether the value is true; none if it is neither true nor false. `none` is false.
+    pub(super) fn switch(&self) -> Option<bool> {
+        let word = self.word();
+        if word == "none" { Some(false) } else { bool::read(&word) }
+    }
+
     /// The value as one text.
     pub(super) fn text(&self) -> String {
         self.values.join(" ")
@@ -62,4 +69,24 @@ impl Line<'_> {
     pub(super) fn is_set(&self, name: &str, settings: &[Setting]) -> bool {
         self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
     }
+}
+
+/// Returns the value of our setting `name`: the command line's, else the file's.
+pub(super) fn value(flags: &ArgMatches, settings: &[Setting], name: &str) -> Option<String> {
+    of_line(flags, name).or_else(|| of_file(settings, name))
+}
+
+/// Returns the value of our flag `name` if it is on the command line; of several values the last one.
+pub(in crate::cli) fn of_line(flags: &ArgMatches, name: &str) -> Option<String> {
+    if !on_line(flags, name) {
+        return None;
+    }
+    let word = flags.get_raw(name)?.next_back()?;
+    Some(word.to_string_lossy().into_owned())
+}
+
+/// Returns the value of our setting `name` in the file; of a list the first one.
+pub(in crate::cli) fn of_file(settings: &[Setting], name: &str) -> Option<String> {
+    let setting = settings.iter().rev().find(|setting| setting.key == name)?;
+    setting.values.first().cloned()
 }

@@ -5,7 +5,6 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 use rlhf::dist::num_ranks;
 use rlhf::{Error, Result};
@@ -13,6 +12,7 @@ use rlhf::{Error, Result};
 use super::super::errors::{Messages, refusal};
 use super::super::setting::Setting;
 use super::files::{self, Content, Found};
+use super::line;
 use super::table::DEEPSPEED_FILE;
 
 /// The settings of a command, so far.
@@ -187,13 +187,7 @@ impl Layers<'_> {
 
     /// Returns the value of a setting on the command line, or in the configuration file.
     fn value(&self, setting: &str) -> Option<String> {
-        let is_known = self.flags.try_contains_id(setting).is_ok();
-        if is_known && self.flags.value_source(setting) == Some(ValueSource::CommandLine) {
-            let raw = self.flags.get_raw(setting)?.next_back()?;
-            return Some(raw.to_string_lossy().into_owned());
-        }
-        let of_file = self.settings.iter().rev().find(|other| other.key == setting)?;
-        of_file.values.first().cloned()
+        line::value(self.flags, self.settings, setting)
     }
 
     /// Adds a setting, or refuses it: a value that its flag does not accept, or another one than is set.

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::super::errors::{Messages, parsed, refusal};
 use super::super::flags;
 use super::super::setting::Setting;
-use super::line::{Given, Line};
+use super::line::{Given, Line, value};
 use super::mixture;
 use super::sharding::{Layers, Word};
 use super::table::{DATASET_MIXTURE, DATASETS, IF_BEST, PROMPT_COLUMN, SCHEDULE_KWARGS, System, To};
@@ -83,19 +83,14 @@ fn schedule_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String>
     })
 }
 
-fn in_file<'s>(settings: &'s [Setting], key: &str) -> Option<&'s String> {
-    settings.iter().find(|setting| setting.key == key).and_then(|setting| setting.values.first())
-}
-
 impl Line<'_> {
     /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
     fn translate_strategies(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
         let noted = self.find("logging_steps").map(Given::word);
-        let logging_steps = match (noted, self.on_line("logging_steps"), in_file(settings, "logging_steps")) {
-            (Some(steps), ..) => steps,
-            (None, false, Some(steps)) => steps.clone(),
-            _ => flags::text(self.flags, "logging_steps").map_or_else(|| LOGGING_STEPS.to_string(), String::from),
-        };
+        let logging_steps = noted
+            .or_else(|| value(self.flags, settings, "logging_steps"))
+            .or_else(|| flags::text(self.flags, "logging_steps").map(String::from))
+            .unwrap_or_else(|| LOGGING_STEPS.to_string());
         for (strategy, steps, usual) in
             [("eval_strategy", "eval_steps", logging_steps.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
         {
@@ -164,11 +159,12 @@ impl Line<'_> {
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
     fn translate_completions(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
         let Some(completions) = self.find("log_completions") else { return };
-        match completions.word().as_str() {
-            "true" | "1" | "yes" => {}
-            "false" | "0" | "no" | "none" => return,
-            other => {
-                return refusals.say(completions.name, format!("log_completions = {other}: expected true or false"));
+        match completions.switch() {
+            Some(true) => {}
+            Some(false) => return,
+            None => {
+                let message = format!("log_completions = {}: expected true or false", completions.word());
+                return refusals.say(completions.name, message);
             }
         }
         // A share of the run, which TRL allows, is no number of updates.
@@ -271,9 +267,7 @@ impl Line<'_> {
 
     /// Notes that an optimizer with pages is the one without them: pages only move its state.
     fn note_paged(&self, settings: &[Setting], notes: &mut Vec<String>) {
-        let on_line = self.on_line("optim").then(|| self.flags.get_raw("optim")).flatten();
-        let on_line = on_line.and_then(|mut words| Some(words.next_back()?.to_string_lossy().into_owned()));
-        let name = on_line.or_else(|| in_file(settings, "optim").cloned()).unwrap_or_default();
+        let name = value(self.flags, settings, "optim").unwrap_or_default();
         if name.starts_with("paged_") {
             let ours = if name.ends_with("8bit") { "adamw_8bit" } else { "adamw_torch" };
             notes.push(format!(
@@ -286,13 +280,13 @@ impl Line<'_> {
     fn translate_use_cpu(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
         let Some(given) = self.find("use_cpu") else { return };
         let has_device = self.is_set("device", settings);
-        match given.word().as_str() {
-            "true" | "1" | "yes" if has_device => {
+        match given.switch() {
+            Some(true) if has_device => {
                 refusals.say(given.name, "use_cpu = true and device exclude each other: give one of them");
             }
-            "true" | "1" | "yes" => settings.push(Setting::new("device", vec!["cpu".into()])),
-            "false" | "0" | "no" | "none" => {}
-            other => refusals.say(given.name, format!("use_cpu = {other}: expected true or false")),
+            Some(true) => settings.push(Setting::new("device", vec!["cpu".into()])),
+            Some(false) => {}
+            None => refusals.say(given.name, format!("use_cpu = {}: expected true or false", given.word())),
         }
     }
 }

@@ -90,7 +90,7 @@ impl RlhfEngine {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&dir.join(EMA)))?;
         }
         if let (Some(own), Some(cursor)) = (&mut self.data.cursor, &cursor) {
-            own.load_state(cursor)?;
+            own.load_state(cursor, false)?;
         }
         if let (Some(own), Some(texts)) = (&mut self.learner.unsupervised, &texts) {
             own.load_state(texts, false)?;

@@ -175,10 +175,10 @@ pub(crate) struct FixedState {
     pub(crate) commits: Commits,
     /// Digests of what the run reads.
     pub(crate) inputs: Value,
-    /// Result of the sanity checks at the start.
+    /// Result of the sanity checks at the start, which PPO alone has.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) checks: Option<String>,
-    /// The callbacks that set the updates, if there are some.
+    /// The callbacks that set the updates, if there are some; PPO alone has them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) own: Option<String>,
 }

@@ -5,7 +5,7 @@ use super::Distillation;
 use super::rows::{DistillRow, PassInputs, end_before_unknown};
 use super::totals::{PassSums, Totals};
 use crate::run::event::Sample;
-use crate::settings::{DistillConfig, DistillLoss};
+use crate::settings::DistillConfig;
 use rlhf_base::dist::World;
 use rlhf_base::metrics::Metrics;
 use rlhf_base::rng::{Purpose, Stream};
@@ -113,11 +113,9 @@ impl Distillation<'_> {
         student.config().vocab_size.min(self.teacher.config().vocab_size)
     }
 
-    /// Whether logits of both models are compared, slice by slice. Log-probabilities of sampled tokens alone are each model's own, where both are
-    /// over the same ids.
+    /// Whether logits of both models are compared, slice by slice.
     fn compares_slices(&self, student: &CausalLm) -> bool {
-        let differ = student.config().vocab_size != self.teacher.config().vocab_size;
-        self.config.loss.loss_type == DistillLoss::Jsd || differ
+        self.config.compares_slices([student, &self.teacher].map(|model| model.config().vocab_size))
     }
 
     /// Samples responses to the prompts of `rows`, on all ranks, unless `source` is the dataset; `purpose` and `step` key the draws. A response

@@ -26,7 +26,7 @@ pub(super) struct PassSums {
 }
 
 /// Sums over tokens and updates.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Totals {
     loss: f64,
     entropy: f64,

@@ -1,6 +1,6 @@
 //! Sums of a DPO run since its last line of metrics.
 
-use super::super::supervised::{Sums, Unread};
+use super::super::supervised::Sums;
 use crate::settings::{DPO_EVAL_METRICS as EVAL_METRICS, DpoConfig, DpoLoss};
 use rlhf_base::metrics::Metrics;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ impl MicroBatch {
 }
 
 /// Sums over pairs.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Totals {
     pairs: f64,
     metrics: [f64; EVAL_METRICS.len()],
@@ -42,13 +42,13 @@ pub(super) struct Totals {
     updates: f64,
     /// Numbers of passes that are not in the sums yet: `[n, NUMBERS]` with the micro-batch of each pair.
     #[serde(skip)]
-    unread: Unread<(Tensor, Vec<MicroBatch>, f64)>,
+    unread: Vec<(Tensor, Vec<MicroBatch>, f64)>,
 }
 
 impl Totals {
     /// Adds the numbers of a pass, `[n, NUMBERS]`.
     pub(super) fn push_pass(&mut self, numbers: Tensor, micro_batches: Vec<MicroBatch>, beta: f64) {
-        self.unread.0.push((numbers, micro_batches, beta));
+        self.unread.push((numbers, micro_batches, beta));
     }
 
     /// Adds the mean loss of the texts that an update mixes in; one rank of several adds it.
@@ -82,7 +82,7 @@ impl Totals {
 
     /// Reads what [`Totals::push_pass`] has left on the device: each read waits for all work before it.
     fn read(&mut self) {
-        let unread = std::mem::take(&mut self.unread.0);
+        let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
             return;
         }

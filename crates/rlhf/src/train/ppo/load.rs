@@ -13,7 +13,6 @@ use crate::rl::kl::KlController;
 use crate::rl::learner::Learner;
 use crate::rl::scores::ScoreMaker;
 use crate::rl::unsupervised::Unsupervised;
-use crate::run::Runtime;
 use crate::run::inputs::{ENVIRONMENTS, Inputs};
 use crate::run::output_dir::TOOLS_LOG;
 use crate::run::session::{Opening, Progress, take_snapshot};
@@ -55,7 +54,7 @@ impl PpoTrainer {
         let run = PpoRun::new(config)?;
         // A resumed run reads the commits of its start.
         let found = Start::find(&config.run)?.found()?;
-        Self::load(run, more, found, &Runtime::from(Console::Silent).world)
+        Self::load(run, more, found, &World::of_process())
     }
 
     /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start, on the ranks `world`.

@@ -1,6 +1,6 @@
 //! The state of a run in its checkpoints, beside weights, optimizers and the best model.
 
-use super::super::{fixed_state, load_cursor};
+use super::super::fixed_state;
 use super::PpoTrainer;
 use crate::data::CursorState;
 use crate::reward::Moments;
@@ -91,7 +91,7 @@ impl PpoTrainer {
             loss_scale,
             entropy_controller,
         } = state;
-        load_cursor(&mut self.data.cursor, &cursor, &self.run.config.run)?;
+        self.data.cursor.load_state(&cursor, self.run.config.run.checkpoints.resume_with_changed_inputs)?;
         self.rewards.load_state(&rewards)?;
         self.course.kl_controller.load_state(kl_controller)?;
         // With --resume_with_changed_inputs rows and texts may be others, or of another number.
