@@ -8,12 +8,14 @@ with 8 responses of 64 tokens each, one optimizer step. Each round runs both pro
 
 import argparse
 import json
+import multiprocessing
 import random
 import resource
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from runs import Failed, watch
@@ -202,6 +204,12 @@ def products_of_step(family, vocab, threads):
     return {"flops": flops, "seconds": seconds}
 
 
+def elsewhere(function, *arguments):
+    """Calls `function` in a process of its own: a child's peak memory counts from what its parent held, and torch is large."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
 def run_task(args, family, task, folder):
     data = Path(folder, f"{task}.jsonl")
     write_rows(data, task, args.vocab, args.updates)
@@ -230,7 +238,7 @@ def run_task(args, family, task, folder):
         "trl_products": products,
     }
     if task == "sft":
-        summary["products"] = products_of_step(family, args.vocab, args.threads)
+        summary["products"] = elsewhere(products_of_step, family, args.vocab, args.threads)
     print(json.dumps(summary), flush=True)
     return summary | {"runs": found}
 
@@ -239,7 +247,7 @@ def run(args):
     results = []
     for family in args.families:
         with tempfile.TemporaryDirectory() as folder:
-            make(f"{folder}/model", family, args.vocab)
+            elsewhere(make, f"{folder}/model", family, args.vocab)
             results += [run_task(args, family, task, folder) for task in args.tasks]
     if args.output:
         described = {"vocab": args.vocab, "updates": args.updates, "threads": args.threads, "results": results}

@@ -764,7 +764,7 @@ impl Body {
 const USUAL_ROW: usize = 1024;
 
 /// Memory of a token in a row of usual length, as numbers of the compute dtype: what an attention layer stores, what a layer with a recurrent or
-/// convolutional state stores, and what the attention scores take while the backward pass computes one layer.
+/// convolutional state stores, and what the backward pass of one layer takes besides: the attention scores, or a state's gradients.
 fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
     let row = c.max_position_embeddings.clamp(1, USUAL_ROW);
     let (kind, count) = (compute.elt_size_in_bytes() as f64, row as f64);
@@ -785,8 +785,10 @@ fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
         has_kernels: uses_kernels(compute, device),
         trains: true,
     };
-    let of_mixing = c.mixing.map_or(0, |mixing| numbers(mixing.stored_bytes(c.hidden_size, pass)));
-    [of_attention + gate, of_mixing, of_scores]
+    let of_mixing = c.mixing.map_or([0, 0], |mixing| {
+        [mixing.stored_bytes(c.hidden_size, pass), mixing.working_bytes(c.hidden_size, pass)].map(numbers)
+    });
+    [of_attention + gate, of_mixing[0], of_scores.max(of_mixing[1])]
 }
 
 /// Bytes per token of norms in a layer whose attention has no kernel, beside the inputs of two norms: the numbers that libtorch's norms store, the

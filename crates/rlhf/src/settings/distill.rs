@@ -217,7 +217,7 @@ impl TeacherQuantizationConfig {
         }
         let (mut of_others, usual) = (shared.clone(), QuantizationConfig::default());
         if of_teacher.load_in_4bit && !shared.load_in_4bit {
-            // What the teacher has no setting of its own for, it takes from the shared ones, which so have an effect.
+            // The teacher takes each setting that it has no value of its own for from the shared ones, so these have an effect.
             if self.teacher_bnb_4bit_quant_type.is_none() {
                 of_others.bnb_4bit_quant_type = usual.bnb_4bit_quant_type;
             }
