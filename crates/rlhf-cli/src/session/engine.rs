@@ -55,7 +55,7 @@ impl EngineLoop {
         let num_total_iters = params.count("num_total_iters")?;
         let mixes_texts = params.flag("mixes_texts")?;
         params.finish("open")?;
-        let config = read(settings).map_err(|e| Failure::from(e).of_setting("settings"))?;
+        let config = read(settings).map_err(|e| Failure::from(e).for_setting("settings"))?;
         let mut engine = RlhfEngine::from_models(&config, Rewards::new())?;
         engine.num_total_iters = num_total_iters;
         engine.mixes_texts = mixes_texts.unwrap_or(engine.mixes_texts);
@@ -156,7 +156,7 @@ impl EngineLoop {
             ("input_ids", &e.input_ids),
             ("attention_mask", &e.attention_mask),
         ] {
-            reply.array(name, Array::of_tensor(x)?);
+            reply.array(name, Array::from_tensor(x)?);
         }
         Ok(())
     }
@@ -227,8 +227,8 @@ impl EngineLoop {
         }
         let rewards =
             compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, self.engine.config());
-        reply.array("rewards", Array::of_tensor(&rewards)?);
-        reply.array("ends", Array::of_tensor(&ends(&prompts, &action_mask))?);
+        reply.array("rewards", Array::from_tensor(&rewards)?);
+        reply.array("ends", Array::from_tensor(&ends(&prompts, &action_mask))?);
         Ok(())
     }
 
@@ -242,8 +242,8 @@ impl EngineLoop {
             return Err(Failure::usage("start", format!("start: expected a column below {}, found {start}", shape[1])));
         }
         let (advantages, returns) = get_advantages_and_returns(&values, &rewards, start, self.engine.config());
-        reply.array("advantages", Array::of_tensor(&advantages)?);
-        reply.array("returns", Array::of_tensor(&returns)?);
+        reply.array("advantages", Array::from_tensor(&advantages)?);
+        reply.array("returns", Array::from_tensor(&returns)?);
         Ok(())
     }
 

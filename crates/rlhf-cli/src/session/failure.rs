@@ -45,7 +45,7 @@ impl Failure {
     }
 
     /// The same failure as one of `setting`, which the client wrote, in place of the program's own name.
-    pub(super) fn of_setting(self, setting: &str) -> Self {
+    pub(super) fn for_setting(self, setting: &str) -> Self {
         Self { setting: Some(setting.into()), ..self }
     }
 

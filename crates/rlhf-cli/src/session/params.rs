@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn rows_are_lists_or_frames() {
-        let frames = [Array::of_ids(&[1, 2, 3]), Array { shape: vec![3, 1], ..Array::of_ids(&[1, 2, 3]) }];
+        let frames = [Array::from_ids(&[1, 2, 3]), Array { shape: vec![3, 1], ..Array::from_ids(&[1, 2, 3]) }];
         let values = json!({
             "lists": [[1, 2], [3]], "ragged": {"frame": 0, "lengths": [2, 1]}, "whole": {"frame": 1},
             "long": {"frame": 0, "lengths": [2, 2]}, "short": {"frame": 0, "lengths": [2]}, "flat": {"frame": 0},
