@@ -55,7 +55,7 @@ use rlhf::settings::{
 };
 use rlhf::train::pipeline::PipelineConfig;
 
-use self::args::{call_as_written, matches_of, normalize, not_required, on_line, parse_flags};
+use self::args::{call_as_written, normalize, not_required, on_line, parse_flags, parse_matches};
 use self::commands::{FOLDER, PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
@@ -198,7 +198,7 @@ fn with_settings(
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
         let layers = [&[&plain[..]], layers].concat();
         let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, &layers));
-        let matches = matches_of(&strict, args, refusals, |command| {
+        let matches = parse_matches(&strict, args, refusals, |command| {
             command.mut_subcommand(name, |command| command.mut_args(not_required))
         })?;
         let (_, flags) = matches.subcommand().expect("clap matched it");
@@ -206,7 +206,7 @@ fn with_settings(
         if let Task::Ppo(config) = &mut task
             && trains_model
         {
-            groups::use_own_tokenizer(config);
+            groups::use_policy_tokenizer(config);
         }
         if let (Task::Reward(config), true) = (&mut task, without_dir) {
             config.run.output_dir = PathBuf::new();

@@ -28,7 +28,7 @@ use rlhf::signals::{STOPPING, below_interrupt, end_process, is_complete, request
 use rlhf::terminal::{Colour, Stream, words};
 use rlhf::{Error, Result};
 
-use crate::cli::groups::with_own_names;
+use crate::cli::groups::with_command_names;
 use crate::cli::{Parsed, Stop, Task};
 
 /// Message of a signal after the last update.
@@ -70,7 +70,7 @@ fn start() -> u8 {
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
-                    let error = with_own_names(words(), written.told(error));
+                    let error = with_command_names(words(), written.told(error));
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
                     report(&error, World::of_process().is_main())
