@@ -170,15 +170,15 @@ fn is_main() -> bool {
 
 /// Meets the other ranks, if a launcher started this process as one of several.
 fn join_ranks(task: &Task) -> Result<()> {
-    let of_run = |run: &RunConfig| (run.dist.dist_timeout, run.device);
+    let run_settings = |run: &RunConfig| (run.dist.dist_timeout, run.device);
     let (seconds, device) = match task {
-        Task::Sft(config) => of_run(&config.run),
-        Task::Reward(config) => of_run(&config.run),
-        Task::Dpo(config) => of_run(&config.run),
-        Task::Distill(config) => of_run(&config.run),
-        Task::Ppo(config) => of_run(&config.run),
+        Task::Sft(config) => run_settings(&config.run),
+        Task::Reward(config) => run_settings(&config.run),
+        Task::Dpo(config) => run_settings(&config.run),
+        Task::Distill(config) => run_settings(&config.run),
+        Task::Ppo(config) => run_settings(&config.run),
         Task::Pipeline(config) => (config.dist_timeout().unwrap_or(DIST_TIMEOUT), Device::Auto),
-        Task::Replay(task) => of_run(&task.ppo.run),
+        Task::Replay(task) => run_settings(&task.ppo.run),
         Task::Generate(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Logprobs(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Score(config) => (DIST_TIMEOUT, config.rows.compute.device),
@@ -194,20 +194,20 @@ fn join_ranks(task: &Task) -> Result<()> {
 
 /// Returns whether parameters of a trained model are sharded over the ranks.
 fn shards_parameters(task: &Task) -> bool {
-    let of_ppo = |config: &PpoConfig| config.policy_stage().max(config.value_stage()).shards_parameters();
-    let of_run = |run: &RunConfig| run.dist.zero_stage.shards_parameters();
+    let ppo_shards = |config: &PpoConfig| config.policy_stage().max(config.value_stage()).shards_parameters();
+    let run_shards = |run: &RunConfig| run.dist.zero_stage.shards_parameters();
     match task {
-        Task::Sft(config) => of_run(&config.run),
-        Task::Reward(config) => of_run(&config.run),
-        Task::Dpo(config) => of_run(&config.run),
-        Task::Distill(config) => of_run(&config.run),
-        Task::Ppo(config) => of_ppo(config),
-        Task::Replay(task) => of_ppo(&task.ppo),
+        Task::Sft(config) => run_shards(&config.run),
+        Task::Reward(config) => run_shards(&config.run),
+        Task::Dpo(config) => run_shards(&config.run),
+        Task::Distill(config) => run_shards(&config.run),
+        Task::Ppo(config) => ppo_shards(config),
+        Task::Replay(task) => ppo_shards(&task.ppo),
         Task::Pipeline(config) => {
             let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
             let runs = runs.chain(config.dpo.iter().map(|dpo| &dpo.run));
             let runs = runs.chain(config.distill.iter().map(|distill| &distill.run));
-            runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)
+            runs.map(run_shards).chain(config.ppo.iter().map(ppo_shards)).any(|shards| shards)
         }
         _ => false,
     }
@@ -226,7 +226,7 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     })
 }
 
-/// Installs a handler: a second after its terminal is gone the process ends, as waiting for a key there never does.
+/// Installs a handler that ends the process a second after its terminal is gone: it would wait for a key forever.
 fn end_at_hangup() -> io::Result<()> {
     let mut signals = Signals::new(stopping_signals().filter(|&signal| signal == SIGHUP))?;
     std::thread::Builder::new().name("hangup".into()).spawn(move || {
@@ -324,7 +324,7 @@ fn summary(message: &str, place: &str) -> String {
     format!("{first}{place}")
 }
 
-/// Returns the line of a panic: of libtorch's when memory does not suffice, or of a fault of the program.
+/// Returns the line of a panic: that memory does not suffice, if libtorch could not allocate, or else an internal error.
 fn internal(message: &str) -> String {
     if let Some(error) = Error::out_of_memory(message) {
         return error.to_string();

@@ -23,7 +23,9 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
             )));
         }
     };
-    let (mut at, mut open, id) = (String::from("start"), true, started.id());
+    let mut at = String::from("start");
+    let mut open = true;
+    let id = started.id();
     let ended = started.finish(Instant::now() + limit, |line| {
         let Ok(step) = serde_json::from_str::<Step>(&line) else { return };
         match &step {

@@ -104,7 +104,8 @@ impl EngineLoop {
         let clip = config.clip_reward_value.unwrap_or(f64::INFINITY);
         let kl_coef = params.number("kl_ctl")?.unwrap_or(config.kl.kl_coef);
         let clip = params.number("clip_reward_value")?.unwrap_or(clip);
-        (config.kl.kl_coef, config.clip_reward_value) = (kl_coef, Some(clip).filter(|clip| clip.is_finite()));
+        config.kl.kl_coef = kl_coef;
+        config.clip_reward_value = Some(clip).filter(|clip| clip.is_finite());
         config.cliprange = params.number("cliprange")?.unwrap_or(config.cliprange);
         config.cliprange_value = params.number("cliprange_value")?.unwrap_or(config.cliprange_value);
         config.gamma = params.number("gamma")?.unwrap_or(config.gamma);
@@ -191,15 +192,15 @@ impl EngineLoop {
                 "prompts: expected at least one row of at least one token, found none",
             ));
         }
-        let of_device = |x: Tensor| x.to_device(device);
+        let on_device = |x: Tensor| x.to_device(device);
         Ok(RlhfExperience {
             prompts,
             input_ids,
             attention_mask,
-            logprobs: of_device(logprobs),
-            ref_logprobs: of_device(ref_logprobs),
-            value: of_device(value),
-            rewards: of_device(rewards),
+            logprobs: on_device(logprobs),
+            ref_logprobs: on_device(ref_logprobs),
+            value: on_device(value),
+            rewards: on_device(rewards),
         })
     }
 
