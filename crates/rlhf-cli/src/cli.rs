@@ -120,7 +120,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
         args.push("--help".into());
     }
     if let Some(error) =
-        args.get(1).and_then(|name| errors::no_trainer(name).or_else(|| errors::of_python_package(name)))
+        args.get(1).and_then(|name| errors::no_trainer(name).or_else(|| errors::python_package_command(name)))
     {
         return Err(error.into());
     }
@@ -188,7 +188,7 @@ fn with_settings(
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
     let command_preset = names::PRESETS.into_iter().find(|preset| preset.command() == name);
-    let ppo_defaults = command_preset.map_or(Vec::new(), |command_preset| groups::without_preset(rlhf, command_preset));
+    let ppo_defaults = command_preset.map_or(Vec::new(), |preset| groups::without_preset(rlhf, preset));
     settings.retain(|setting| !setting.values.is_empty());
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {

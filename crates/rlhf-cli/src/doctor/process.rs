@@ -94,9 +94,9 @@ mod tests {
     }
 
     fn steps(script: &str, limit: Duration) -> Vec<Step> {
-        let mut found = Vec::new();
-        self_test(shell(script), "cpu", limit, &mut |step| found.push(step));
-        found
+        let mut reported = Vec::new();
+        self_test(shell(script), "cpu", limit, &mut |step| reported.push(step));
+        reported
     }
 
     fn failure(script: &str, limit: Duration) -> Finding {
