@@ -197,7 +197,7 @@ impl Clients {
         (whole, closed)
     }
 
-    /// Waits for a place. Where there is none, closes the oldest connection whose request is not whole.
+    /// Waits for a place. If there is none, closes the oldest connection whose request is not whole, once `patience` has passed for it.
     async fn place(&mut self, places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
         loop {
             if let Ok(place) = Arc::clone(places).try_acquire_owned() {

@@ -213,8 +213,8 @@ fn shards_parameters(task: &Task) -> bool {
     }
 }
 
-/// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
-/// prints `message`, if there is one; a second signal ends the process at once, unless it is the first one again.
+/// Installs a handler. A signal requests a stop (a training run stops after its update and saves a checkpoint) and prints `message`, if
+/// there is one. A second signal ends the process at once, unless it is the first one again.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     request_stop_on_signals(move |number| match message {
         _ if number > 1 => clear_bar(),

@@ -292,7 +292,8 @@ mod tests {
         let usual = PpoConfig::with_preset(Preset::Grpo, "m", "r", "d", "o");
         let usual = serde_json::to_value(usual).unwrap();
         for preset in PRESETS {
-            let (long, command) = (parse_words(&[preset.command(), "--help"]).unwrap_err(), command(preset));
+            let long = parse_words(&[preset.command(), "--help"]).unwrap_err();
+            let command = command(preset);
             for (name, only) in NOT_OF_GROUPS {
                 assert!(!long.contains(&format!("--{name}")), "{name}");
                 assert!(command.get_arguments().any(|arg| arg.get_id() == name), "{name}");

@@ -40,7 +40,7 @@ impl<'c> Keys<'c> {
         self.flags(key).next()
     }
 
-    /// Returns what is expected of a key instead of `value`, if none of the commands that have it accepts that.
+    /// Returns what a key expects instead of `value`, if no command that has the key accepts this value.
     pub(super) fn refusal(&self, key: &str, value: &str) -> Option<String> {
         let is_setting = |arg: &&Arg| !foreign::is_added(arg);
         let all: Option<Vec<String>> = self.flags(key).filter(is_setting).map(|arg| refusal(arg, value)).collect();

@@ -175,7 +175,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
 
 /// Finds a free TCP port of this machine for the start number `restart`.
 ///
-/// It is below the ports that Linux gives to connections by itself: one of those could be taken before rank 0 listens.
+/// It is below Linux's ephemeral ports, one of which could be taken before rank 0 listens.
 fn free_port(restart: usize) -> Result<u16> {
     const FIRST: usize = 20_000;
     const PORTS: usize = 12_000;

@@ -18,7 +18,7 @@ pub(super) const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
     names
 };
 
-/// Returns `text` with the names of the commands of [`PRESETS`], but for the word `kept`.
+/// Returns `text` with settings named as by the commands of [`PRESETS`], except for the word `kept`.
 pub(super) fn renamed_in(text: &str, kept: &str) -> String {
     let quoted = format!("`{kept}`");
     match text.split_once(&quoted) {

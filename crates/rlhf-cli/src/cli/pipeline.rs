@@ -424,7 +424,7 @@ mod tests {
         let (sft, reward, ppo) = pipeline(text);
         let warmup = [&sft.optimizer, &reward.optimizer, &ppo.optimizer].map(|optimizer| optimizer.warmup_steps);
         assert_eq!((warmup, ppo.run.tracking.report_to.len(), sft.learning_rate), ([0, 0, 10], 1, 2e-5));
-        // A preset of PPO alone is not of the other stages.
+        // A preset for PPO alone does not apply to the other stages.
         let (sft, _, ppo) = pipeline("preset: trl-legacy\n");
         assert_eq!((sft.preset, ppo.preset), (Preset::Trl, Preset::TrlLegacy));
         let (sft, reward, _) = pipeline("max_length: null\nreward: {max_length: 7}\n");
@@ -459,7 +459,7 @@ mod tests {
         assert_eq!(name(&config.ppo.unwrap().run).as_deref(), Some("mine"));
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
         assert_eq!(ppo.rewards.reward.len(), 2);
-        // `max_steps` goes to the stages that have it; PPO, whose length is set otherwise, does not refuse it.
+        // `max_steps` goes to the stages that have it; PPO, whose length other settings set, does not refuse it.
         let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
         assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
         let refused = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();

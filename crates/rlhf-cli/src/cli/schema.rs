@@ -65,7 +65,7 @@ fn described(command: &Command) -> Value {
     let presets = presets(name);
     let common = help::common_flags(name);
     let settings = fields(name).into_iter().filter_map(|field| {
-        // The flag has what a command changes: the defaults of `grpo` and `rloo`, their required model, their help.
+        // The flag has the changes that a command makes: the defaults of `grpo` and `rloo`, their required model, their help.
         let flag = command.get_arguments().find(|arg| arg.get_id() == field.name)?;
         let default = flag.get_default_values().first().and_then(|default| default.to_str());
         let preset_defaults: Map<String, Value> = presets

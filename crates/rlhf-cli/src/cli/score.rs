@@ -30,7 +30,7 @@ pub(crate) fn score(config: &ScoreConfig, world: &World) -> Result<()> {
     }
 }
 
-/// Writes the rows with the scores of the reward model `name` alone, which are of token ids or of whole texts.
+/// Writes the rows with the scores of the reward model `name` alone, which scores token ids or whole texts.
 fn score_by_model(
     (config, name): (&ScoreConfig, &Path),
     rows: RowReader,

@@ -47,8 +47,8 @@ pub(super) fn libtorch() -> Finding {
         .with("openmp", openmp)
 }
 
-/// Compares the libtorch with that of the build. `from` names its source where the launcher of the Python package started the program:
-/// `folder` then has only links.
+/// Compares the libtorch in use with the one of the build. If the launcher of the Python package started the program, `from` names the
+/// source of libtorch, and `folder` has only links.
 fn libtorch_finding(
     folder: &Path,
     from: Option<&str>,

@@ -29,7 +29,10 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
     let ended = started.finish(Instant::now() + limit, |line| {
         let Ok(step) = serde_json::from_str::<Step>(&line) else { return };
         match &step {
-            Step::Checking(name) => (at, open) = (name.clone(), true),
+            Step::Checking(name) => {
+                at.clone_from(name);
+                open = true;
+            }
             Step::Found(_) => open = false,
         }
         report(step);

@@ -179,7 +179,7 @@ fn token_info(
     Ok(TokenInfo { text: name(id, text)?, logprob, offset })
 }
 
-/// Returns the tokens of a prompt; `alternatives` are those of all but the first.
+/// Returns the tokens of a prompt; `alternatives` has the alternatives of all tokens but the first.
 ///
 /// # Errors
 /// If the tokenizer cannot decode them.

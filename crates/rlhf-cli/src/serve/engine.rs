@@ -41,7 +41,7 @@ pub(super) enum Reply {
     Stream(EventStream),
 }
 
-/// The model with what requests are resolved by.
+/// The model, with the settings that requests are resolved by.
 pub(super) struct Engine {
     model: CausalLm,
     tokenizer: Tokenizer,

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 
-/// Parameters; null is none.
+/// The parameters of a request; null stands for no value.
 pub(super) struct Params<'a> {
     values: &'a Map<String, Value>,
     frames: &'a [Array],

@@ -53,7 +53,7 @@ pub(super) fn read(input: &mut impl BufRead, mut take: impl FnMut(Incoming) -> b
                 Ok((request, announced)) => with_frames(input, request, &announced),
                 Err(wrong) => {
                     let Wrong { id, failure, announced } = *wrong;
-                    // The client has its reply before what it announced is skipped.
+                    // The client gets its reply before the frames that it announced are skipped.
                     if !take(Incoming::Refused(id.clone(), failure)) {
                         return;
                     }

@@ -1,6 +1,6 @@
 //! The live page over HTTP.
 //!
-//! `/` is the page, and `/parts?since=REVISION` has those of its parts that changed after a revision, as JSON. Nothing else is answered: a
+//! `/` is the page, and `/parts?since=REVISION` has the parts of it that changed after a revision, as JSON. Nothing else is answered: a
 //! request cannot name a file, and nothing is written.
 
 use super::live::LiveRun;

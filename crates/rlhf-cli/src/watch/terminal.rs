@@ -166,7 +166,7 @@ impl View {
         self.older.filter(|older| *older < len).map_or(0, |older| len - 1 - older)
     }
 
-    /// Shows the sample whose place is that of the current one after `step`; the newest one stays the newest when others come.
+    /// Shows the sample at the place that `step` makes of the current place. At the newest sample, the view follows when others come.
     fn show_sample(&mut self, step: impl Fn(usize) -> usize) {
         let last = samples(&self.live.run).len().saturating_sub(1);
         let place = step(self.sample(last + 1)).min(last);

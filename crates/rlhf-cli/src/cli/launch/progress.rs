@@ -40,7 +40,7 @@ pub(super) struct Progress {
     /// Work up to it.
     work: Work,
     at: Instant,
-    /// Time of the last progress that no hanging process makes: the start, and what is written.
+    /// Time of the last progress that a hanging process cannot make: the start, or a write.
     sure_at: Instant,
     /// Whether CPU time is progress: a thread that waits for a GPU takes as much as one that computes.
     on_cpu: bool,

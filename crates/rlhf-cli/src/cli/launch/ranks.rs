@@ -466,7 +466,7 @@ mod tests {
         assert_eq!(ranks.cause().unwrap().0, 1);
         ranks.named.lock().unwrap().insert(1, 0);
         assert_eq!(ranks.cause().unwrap().0, 0);
-        // One that has not failed, as a rank of another machine, is in the error itself.
+        // A named rank that has not failed here, such as a rank of another machine, is only in the text of the error.
         ranks.named.lock().unwrap().insert(1, 3);
         assert_eq!(ranks.cause().unwrap().0, 1);
         // A rank that was killed has no words.
