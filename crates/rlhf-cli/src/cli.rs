@@ -55,7 +55,7 @@ use rlhf::settings::{
 };
 use rlhf::train::pipeline::PipelineConfig;
 
-use self::args::{call_as_written, matches_of, normalize, not_required, on_line, parse_flags};
+use self::args::{call_as_written, normalize, not_required, on_line, parse_flags, parse_matches};
 use self::commands::{FOLDER, PIPELINE, rlhf_command};
 use self::config_file::read_config;
 pub(crate) use self::errors::Stop;
@@ -120,7 +120,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
         args.push("--help".into());
     }
     if let Some(error) =
-        args.get(1).and_then(|name| errors::no_trainer(name).or_else(|| errors::of_python_package(name)))
+        args.get(1).and_then(|name| errors::no_trainer(name).or_else(|| errors::python_package_command(name)))
     {
         return Err(error.into());
     }
@@ -147,7 +147,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Parsed, 
         single(rlhf, name, flags, &args, &mut messages)?
     };
     let written = messages.refusals.checked()?;
-    // A setting of a pipeline may be another one in a section.
+    // A setting of a pipeline may be written again in a section.
     let written = if name == PIPELINE { Refusals::default() } else { written };
     Ok(Parsed { task, notes: messages.notes, written })
 }
@@ -183,12 +183,12 @@ fn with_settings(
         names::rename(&mut messages.refusals);
     }
     let Translated { preset, forced } = translated(command, flags, &mut settings, messages);
-    // The last one of a flag wins.
+    // The last occurrence of a flag wins.
     let forced = forced.into_iter().chain(folder(command, flags, &mut messages.refusals));
     let forced = forced.map(|Setting { key, values, .. }| format!("--{key}={}", values.join(",")).into());
     let args: &[OsString] = &args.iter().cloned().chain(forced).collect::<Vec<_>>();
-    let own = names::PRESETS.into_iter().find(|preset| preset.command() == name);
-    let plain = own.map_or(Vec::new(), |own| groups::without_preset(rlhf, own));
+    let command_preset = names::PRESETS.into_iter().find(|preset| preset.command() == name);
+    let ppo_defaults = command_preset.map_or(Vec::new(), |preset| groups::without_preset(rlhf, preset));
     settings.retain(|setting| !setting.values.is_empty());
     let without_dir = name == "reward" && needs_no_output_dir(flags, &settings);
     if without_dir {
@@ -196,9 +196,9 @@ fn with_settings(
     }
     let trains_model = implied::add(name, flags, &mut settings, messages);
     let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
-        let layers = [&[&plain[..]], layers].concat();
+        let layers = [&[&ppo_defaults[..]], layers].concat();
         let strict = rlhf.clone().mut_subcommand(name, |command| with_defaults(command, &layers));
-        let matches = matches_of(&strict, args, refusals, |command| {
+        let matches = parse_matches(&strict, args, refusals, |command| {
             command.mut_subcommand(name, |command| command.mut_args(not_required))
         })?;
         let (_, flags) = matches.subcommand().expect("clap matched it");
@@ -206,7 +206,7 @@ fn with_settings(
         if let Task::Ppo(config) = &mut task
             && trains_model
         {
-            groups::use_own_tokenizer(config);
+            groups::use_policy_tokenizer(config);
         }
         if let (Task::Reward(config), true) = (&mut task, without_dir) {
             config.run.output_dir = PathBuf::new();
@@ -229,15 +229,15 @@ fn folder(command: &Command, flags: &ArgMatches, refusals: &mut Refusals) -> Opt
 
 /// Returns whether `rlhf reward` only evaluates (`eval_only`) and no `output_dir` is set: it needs none then.
 fn needs_no_output_dir(flags: &ArgMatches, settings: &[Setting]) -> bool {
-    let of_file = |key: &str| settings.iter().find(|setting| setting.key == key);
-    let has_dir = on_line(flags, "output_dir") || of_file("output_dir").is_some();
-    let of_flag = match flags.value_source("eval_only") {
+    let in_file = |key: &str| settings.iter().find(|setting| setting.key == key);
+    let has_dir = on_line(flags, "output_dir") || in_file("output_dir").is_some();
+    let flag_value = match flags.value_source("eval_only") {
         Some(ValueSource::CommandLine) => flags::text(flags, "eval_only").and_then(bool::read),
         _ => None,
     };
-    let yes =
+    let is_yes =
         |setting: &Setting| setting.values.iter().any(|value| ["true", "yes", "1"].contains(&&*value.to_lowercase()));
-    !has_dir && of_flag.unwrap_or_else(|| of_file("eval_only").is_some_and(yes))
+    !has_dir && flag_value.unwrap_or_else(|| in_file("eval_only").is_some_and(is_yes))
 }
 
 impl Task {
@@ -274,7 +274,7 @@ impl Task {
             Task::Dpo(config) => config.check(),
             Task::Distill(config) => config.check(),
             Task::Ppo(config) => config.check(),
-            // Its stages are checked already, with their lines of the file; so is the command of a launch or a plan.
+            // The stages of a pipeline are checked already, with their lines of the file; so is the command of a launch or a plan.
             Task::Pipeline(_)
             | Task::Merge(_)
             | Task::Launch(_)

@@ -28,13 +28,13 @@ pub fn examine(
     report: &mut dyn FnMut(Step),
 ) {
     device::use_threads(None);
-    let mut found = |finding: Finding| report(Step::Found(finding));
-    found(machine::rlhf(build));
-    found(machine::libtorch());
-    found(machine::cpu());
-    found(machine::threads());
-    found(machine::memory());
-    machine::disks().into_iter().for_each(&mut found);
+    let mut report_finding = |finding: Finding| report(Step::Found(finding));
+    report_finding(machine::rlhf(build));
+    report_finding(machine::libtorch());
+    report_finding(machine::cpu());
+    report_finding(machine::threads());
+    report_finding(machine::memory());
+    machine::disks().into_iter().for_each(&mut report_finding);
     report(Step::Checking("gpu".into()));
     let (gpu_findings, has_gpu) = gpu::examine();
     gpu_findings.into_iter().for_each(|finding| report(Step::Found(finding)));

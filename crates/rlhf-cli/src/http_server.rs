@@ -36,8 +36,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 /// Time that open connections have to end once the server is stopped.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Limits on clients: how many at once, and how long one may be idle. Where all places are taken, the client that has been sending its
-/// request for longest gives its place to the next one: many that send a byte now and then shut out nobody.
+/// Limits on clients: how many at once, and how long one may be idle. If all places are taken, the client that has been sending its
+/// request for longest loses its place to the next one, so that clients that send a byte now and then shut out nobody.
 #[derive(Clone, Copy)]
 struct Limits {
     /// Open connections at once, below the 1024 open files that a process may have by default; others wait until one is closed.
@@ -162,7 +162,7 @@ async fn run(listener: tokio::net::TcpListener, router: Router, limits: Limits, 
         let connection = open.watch(http.serve_connection(TokioIo::new(stream), service));
         tokio::spawn(async move {
             tokio::select! {
-                // A fault of a connection is its client's.
+                // An error of a connection concerns its client alone.
                 _ = connection => {}
                 _ = closed => {}
             }
@@ -188,7 +188,7 @@ impl Clients {
         Self { open: VecDeque::new(), patience }
     }
 
-    /// Adds a client. Returns the state of its request, and what closes its connection.
+    /// Adds a client. Returns the state of its request, and the receiver that closes its connection.
     fn add(&mut self) -> (IsWhole, oneshot::Receiver<()>) {
         let (close, closed) = oneshot::channel();
         let whole = IsWhole::default();
@@ -197,7 +197,7 @@ impl Clients {
         (whole, closed)
     }
 
-    /// Waits for a place. Where there is none, closes the oldest connection whose request is not whole.
+    /// Waits for a place. If there is none, closes the oldest connection whose request is not whole, once `patience` has passed for it.
     async fn place(&mut self, places: &Arc<Semaphore>) -> OwnedSemaphorePermit {
         loop {
             if let Ok(place) = Arc::clone(places).try_acquire_owned() {
@@ -260,7 +260,7 @@ async fn body_within(
     mut reserve: impl FnMut(usize) -> bool,
 ) -> Result<Vec<u8>, BodyError> {
     let whole = request.extensions().get::<IsWhole>().cloned().unwrap_or_default();
-    // Of a connection that was kept for this request.
+    // The connection may have been kept after an earlier request, which was whole.
     whole.0.store(false, Ordering::Relaxed);
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
     if length.is_some_and(|length: usize| length > limit) {
@@ -398,8 +398,8 @@ mod tests {
             assert!(!is_of_this_machine(&headers(&[(header::HOST, host)])), "{host}");
         }
         for origin in ["null", "http://evil.example", "https://127.0.0.1.evil.example", "file://"] {
-            let found = headers(&[(header::HOST, "127.0.0.1"), (header::ORIGIN, origin)]);
-            assert!(!is_of_this_machine(&found), "{origin}");
+            let request_headers = headers(&[(header::HOST, "127.0.0.1"), (header::ORIGIN, origin)]);
+            assert!(!is_of_this_machine(&request_headers), "{origin}");
         }
     }
 
@@ -439,15 +439,15 @@ mod tests {
     fn exchange(connection: &mut TcpStream, text: &str) -> (String, String) {
         connection.write_all(text.as_bytes()).unwrap();
         connection.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        let mut found = String::new();
+        let mut response = String::new();
         let mut buffer = [0; 1024];
-        while !found.contains("\r\n\r\n") {
+        while !response.contains("\r\n\r\n") {
             match connection.read(&mut buffer).unwrap() {
                 0 => return Default::default(),
-                read => found.push_str(std::str::from_utf8(&buffer[..read]).unwrap()),
+                read => response.push_str(std::str::from_utf8(&buffer[..read]).unwrap()),
             }
         }
-        let (head, body) = found.split_once("\r\n\r\n").unwrap();
+        let (head, body) = response.split_once("\r\n\r\n").unwrap();
         (head.split(' ').nth(1).unwrap().into(), body.into())
     }
 
@@ -471,8 +471,8 @@ mod tests {
             .collect();
         let began = Instant::now();
         for _ in 0..2 {
-            let found = exchange(&mut TcpStream::connect(address).unwrap(), &post(4, "text"));
-            assert_eq!(found, ("200".into(), "text".into()));
+            let response = exchange(&mut TcpStream::connect(address).unwrap(), &post(4, "text"));
+            assert_eq!(response, ("200".into(), "text".into()));
         }
         assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
         drop(slow);
@@ -488,17 +488,17 @@ mod tests {
         let mut slow = connect();
         slow.write_all(b"POST / HTTP/1.1\r\nHost: a").unwrap();
         let length = |length: usize| format!("{close}Content-Length: {length}");
-        let found = |text: &str| exchange(&mut connect(), text);
-        assert_eq!(found(&post(&length(4), "text")), ("200".into(), "text".into()));
+        let response = |text: &str| exchange(&mut connect(), text);
+        assert_eq!(response(&post(&length(4), "text")), ("200".into(), "text".into()));
         let mut rest = String::new();
         slow.read_to_string(&mut rest).unwrap();
         assert!(rest.is_empty() || rest.starts_with("HTTP/1.1 408"), "{rest}");
         let refused = |error: &str| ("400".into(), error.to_string());
-        assert_eq!(found(&post(&length(9), "")), refused("TooLarge"));
+        assert_eq!(response(&post(&length(9), "")), refused("TooLarge"));
         let chunked = format!("{close}Transfer-Encoding: chunked");
-        assert_eq!(found(&post(&chunked, "4\r\ntext\r\n5\r\ntexts\r\n")), refused("TooLarge"));
-        assert_eq!(found(&post(&length(4), "te")), refused("TooSlow(300ms)"));
-        assert_eq!(found(&post(&chunked, "not a length\r\n")), refused("Broken"));
+        assert_eq!(response(&post(&chunked, "4\r\ntext\r\n5\r\ntexts\r\n")), refused("TooLarge"));
+        assert_eq!(response(&post(&length(4), "te")), refused("TooSlow(300ms)"));
+        assert_eq!(response(&post(&chunked, "not a length\r\n")), refused("Broken"));
         // A connection is kept for the next request.
         let mut kept = connect();
         for text in ["one", "two"] {
@@ -512,10 +512,10 @@ mod tests {
         let first = Listener::bind("127.0.0.1", 0).unwrap();
         let port = first.address.port();
         let error = Listener::bind("127.0.0.1", port).err().unwrap();
-        let wanted = format!(
+        let expected = format!(
             "port {port} of 127.0.0.1 is taken by another program: choose another with --port; 0 is any free one"
         );
-        assert_eq!(error.to_string(), wanted);
+        assert_eq!(error.to_string(), expected);
         let error = Listener::bind("192.0.2.1", 0).err().unwrap();
         assert!(error.to_string().starts_with("--host 192.0.2.1: expected an address of this machine: "), "{error}");
     }

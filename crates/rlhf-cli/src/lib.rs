@@ -28,7 +28,7 @@ use rlhf::signals::{STOPPING, below_interrupt, end_process, is_complete, request
 use rlhf::terminal::{Colour, Stream, words};
 use rlhf::{Error, Result};
 
-use crate::cli::groups::with_own_names;
+use crate::cli::groups::with_command_names;
 use crate::cli::{Parsed, Stop, Task};
 
 /// Message of a signal after the last update.
@@ -70,7 +70,7 @@ fn start() -> u8 {
                 // The reader of the output has closed it.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::BrokenPipe => 0,
                 Err(error) => {
-                    let error = with_own_names(words(), written.told(error));
+                    let error = with_command_names(words(), written.told(error));
                     World::of_process().leave(&error.to_string());
                     // Before the ranks have met, an error may be of one rank alone.
                     report(&error, World::of_process().is_main())
@@ -170,15 +170,15 @@ fn is_main() -> bool {
 
 /// Meets the other ranks, if a launcher started this process as one of several.
 fn join_ranks(task: &Task) -> Result<()> {
-    let of_run = |run: &RunConfig| (run.dist.dist_timeout, run.device);
+    let run_settings = |run: &RunConfig| (run.dist.dist_timeout, run.device);
     let (seconds, device) = match task {
-        Task::Sft(config) => of_run(&config.run),
-        Task::Reward(config) => of_run(&config.run),
-        Task::Dpo(config) => of_run(&config.run),
-        Task::Distill(config) => of_run(&config.run),
-        Task::Ppo(config) => of_run(&config.run),
+        Task::Sft(config) => run_settings(&config.run),
+        Task::Reward(config) => run_settings(&config.run),
+        Task::Dpo(config) => run_settings(&config.run),
+        Task::Distill(config) => run_settings(&config.run),
+        Task::Ppo(config) => run_settings(&config.run),
         Task::Pipeline(config) => (config.dist_timeout().unwrap_or(DIST_TIMEOUT), Device::Auto),
-        Task::Replay(task) => of_run(&task.ppo.run),
+        Task::Replay(task) => run_settings(&task.ppo.run),
         Task::Generate(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Logprobs(config) => (DIST_TIMEOUT, config.rows.compute.device),
         Task::Score(config) => (DIST_TIMEOUT, config.rows.compute.device),
@@ -194,27 +194,27 @@ fn join_ranks(task: &Task) -> Result<()> {
 
 /// Returns whether parameters of a trained model are sharded over the ranks.
 fn shards_parameters(task: &Task) -> bool {
-    let of_ppo = |config: &PpoConfig| config.policy_stage().max(config.value_stage()).shards_parameters();
-    let of_run = |run: &RunConfig| run.dist.zero_stage.shards_parameters();
+    let ppo_shards = |config: &PpoConfig| config.policy_stage().max(config.value_stage()).shards_parameters();
+    let run_shards = |run: &RunConfig| run.dist.zero_stage.shards_parameters();
     match task {
-        Task::Sft(config) => of_run(&config.run),
-        Task::Reward(config) => of_run(&config.run),
-        Task::Dpo(config) => of_run(&config.run),
-        Task::Distill(config) => of_run(&config.run),
-        Task::Ppo(config) => of_ppo(config),
-        Task::Replay(task) => of_ppo(&task.ppo),
+        Task::Sft(config) => run_shards(&config.run),
+        Task::Reward(config) => run_shards(&config.run),
+        Task::Dpo(config) => run_shards(&config.run),
+        Task::Distill(config) => run_shards(&config.run),
+        Task::Ppo(config) => ppo_shards(config),
+        Task::Replay(task) => ppo_shards(&task.ppo),
         Task::Pipeline(config) => {
             let runs = config.sft.iter().map(|sft| &sft.run).chain(config.reward.iter().map(|reward| &reward.run));
             let runs = runs.chain(config.dpo.iter().map(|dpo| &dpo.run));
             let runs = runs.chain(config.distill.iter().map(|distill| &distill.run));
-            runs.map(of_run).chain(config.ppo.iter().map(of_ppo)).any(|shards| shards)
+            runs.map(run_shards).chain(config.ppo.iter().map(ppo_shards)).any(|shards| shards)
         }
         _ => false,
     }
 }
 
-/// Installs a handler: a signal requests a stop, such as that of a training run after its update, so that it saves a checkpoint, and
-/// prints `message`, if there is one; a second signal ends the process at once, unless it is the first one again.
+/// Installs a handler. A signal requests a stop (a training run stops after its update and saves a checkpoint) and prints `message`, if
+/// there is one. A second signal ends the process at once, unless it is the first one again.
 fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     request_stop_on_signals(move |number| match message {
         _ if number > 1 => clear_bar(),
@@ -226,7 +226,7 @@ fn stop_on_signals(message: Option<&'static str>) -> io::Result<()> {
     })
 }
 
-/// Installs a handler: a second after its terminal is gone the process ends, as waiting for a key there never does.
+/// Installs a handler that ends the process a second after its terminal is gone: it would wait for a key forever.
 fn end_at_hangup() -> io::Result<()> {
     let mut signals = Signals::new(stopping_signals().filter(|&signal| signal == SIGHUP))?;
     std::thread::Builder::new().name("hangup".into()).spawn(move || {
@@ -324,7 +324,7 @@ fn summary(message: &str, place: &str) -> String {
     format!("{first}{place}")
 }
 
-/// Returns the line of a panic: of libtorch's when memory does not suffice, or of a fault of the program.
+/// Returns the line of a panic: that memory does not suffice, if libtorch could not allocate, or else an internal error.
 fn internal(message: &str) -> String {
     if let Some(error) = Error::out_of_memory(message) {
         return error.to_string();

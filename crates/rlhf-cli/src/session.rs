@@ -27,7 +27,7 @@ use std::sync::mpsc::sync_channel;
 use step::StepLoop;
 use wire::{Incoming, MOST_BYTES, MOST_FRAMES, MOST_LINE, Reply, Request};
 
-/// The version of the protocol; it changes where a client that knows an older one would be wrong.
+/// The version of the protocol. It changes when a client that knows an older version would be wrong.
 const PROTOCOL: u64 = 1;
 
 /// The parts of the program that a session is given.
@@ -51,12 +51,12 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
         Some(path) => Peer::at(path, || (host.listening)(path))?,
         None => Peer::standard()?,
     };
-    // A request that is computed, one that waits and one that is read: what a client sends takes no more memory.
+    // At most three requests take memory: one is computed, one waits, and one is read.
     let (sender, requests) = sync_channel(1);
     let read = move || wire::read(&mut input, |incoming| sender.send(incoming).is_ok());
     let thread = std::thread::Builder::new().name("requests".into()).spawn(read);
     thread.map_err(Error::io("start a thread for", "requests"))?;
-    let mut session = Session { host, inline: false, greeted: false, owned: None, broken_by: None };
+    let mut session = Session { host, inline: false, greeted: false, open_loop: None, broken_by: None };
     let write = |id: &Value, reply, output: &mut dyn std::io::Write| {
         wire::write(&mut &mut *output, id, reply).map_err(Error::io("write to", "the client"))
     };
@@ -69,7 +69,7 @@ pub(crate) fn session(config: &SessionConfig, host: &Host<'_>) -> Result<()> {
                 let is_last = is_last && reply.is_ok();
                 // From its last reply on, the client may leave.
                 course.is_over.store(is_last, Ordering::Release);
-                // Before the reply: a client that has read it may leave at once, and one that has left fails the write.
+                // Set before the reply is written: a client that has read it may leave at once; if it has left before, the write fails.
                 course.is_busy.store(false, Ordering::Release);
                 write(&request.id, reply, &mut output)?;
                 if is_last {
@@ -96,8 +96,8 @@ struct Session<'a> {
     inline: bool,
     greeted: bool,
     /// The loop with its models, once it is open.
-    owned: Option<Owned>,
-    /// The request that failed in its middle, after which nobody knows what the models are.
+    open_loop: Option<OpenLoop>,
+    /// The request that failed in its middle; since then the state of the models is unknown.
     broken_by: Option<String>,
 }
 
@@ -106,7 +106,7 @@ const CHANGING: [&str; 6] =
     ["step", "train_minibatch", "train_texts", "train_rlhf", "train_unsupervised", "load_state"];
 
 /// A loop that the client drives.
-enum Owned {
+enum OpenLoop {
     Step(Box<StepLoop>),
     Engine(Box<EngineLoop>),
 }
@@ -116,9 +116,10 @@ impl Session<'_> {
     /// `load_state` and `stop` are accepted after it.
     fn reply(&mut self, request: &Request) -> Result<Reply, Failure> {
         let take_panic = self.host.take_panic;
-        if let Some(by) = self.broken_by.as_ref().filter(|_| !["load_state", "stop"].contains(&&*request.method)) {
+        if let Some(broken_by) = self.broken_by.as_ref().filter(|_| !["load_state", "stop"].contains(&&*request.method))
+        {
             return Err(Failure::order(format!(
-                "{}: {by} failed on the way and left the models half changed: load_state first, or start another session",
+                "{}: {broken_by} failed on the way and left the models half changed: load_state first, or start another session",
                 request.method
             )));
         }
@@ -136,9 +137,9 @@ impl Session<'_> {
 
     /// Returns true if loading a state failed after the models had begun to change.
     fn is_half_loaded(&self) -> bool {
-        match &self.owned {
-            Some(Owned::Step(owned)) => owned.is_half_loaded(),
-            Some(Owned::Engine(owned)) => owned.is_half_loaded(),
+        match &self.open_loop {
+            Some(OpenLoop::Step(open_loop)) => open_loop.is_half_loaded(),
+            Some(OpenLoop::Engine(open_loop)) => open_loop.is_half_loaded(),
             None => false,
         }
     }
@@ -147,19 +148,19 @@ impl Session<'_> {
         let Request { method, params, frames, .. } = request;
         let params = Params::new(params, frames);
         let mut reply = Reply::new(self.inline);
-        match (method.as_str(), self.greeted, &mut self.owned) {
+        match (method.as_str(), self.greeted, &mut self.open_loop) {
             ("hello", ..) => self.greet(&params, &mut reply)?,
             (_, false, _) => {
                 let message = format!("{method}: expected `hello` with the version of the protocol first");
                 return Err(Failure::order(message));
             }
             ("stop", ..) => params.finish(method)?,
-            ("open", _, None) => self.owned = Some(self.open(&params, &mut reply)?),
+            ("open", _, None) => self.open_loop = Some(self.open(&params, &mut reply)?),
             ("open", ..) => {
                 return Err(Failure::order("open: a session has one loop, and it is open: start another session"));
             }
-            (_, _, Some(Owned::Step(owned))) => owned.answer(method, &params, &mut reply)?,
-            (_, _, Some(Owned::Engine(owned))) => owned.answer(method, &params, &mut reply)?,
+            (_, _, Some(OpenLoop::Step(open_loop))) => open_loop.answer(method, &params, &mut reply)?,
+            (_, _, Some(OpenLoop::Engine(open_loop))) => open_loop.answer(method, &params, &mut reply)?,
             (method, _, None) if StepLoop::METHODS.contains(&method) || EngineLoop::METHODS.contains(&method) => {
                 return Err(Failure::order(format!("{method}: expected `open` first")));
             }
@@ -182,7 +183,8 @@ impl Session<'_> {
         if !["frames", "lists"].contains(&arrays) {
             return Err(Failure::usage("arrays", format!("arrays: expected frames or lists, found {arrays}")));
         }
-        (self.inline, self.greeted) = (arrays == "lists", true);
+        self.inline = arrays == "lists";
+        self.greeted = true;
         let world = self.host.world;
         reply.set("protocol", PROTOCOL);
         reply.set("version", env!("CARGO_PKG_VERSION"));
@@ -195,10 +197,10 @@ impl Session<'_> {
     }
 
     /// Loads the models of a loop.
-    fn open(&self, params: &Params<'_>, reply: &mut Reply) -> Result<Owned, Failure> {
+    fn open(&self, params: &Params<'_>, reply: &mut Reply) -> Result<OpenLoop, Failure> {
         match params.needed("loop", Params::text)? {
-            "step" => Ok(Owned::Step(Box::new(StepLoop::open(params, reply)?))),
-            "engine" => Ok(Owned::Engine(Box::new(EngineLoop::open(params, self.host.read_settings, reply)?))),
+            "step" => Ok(OpenLoop::Step(Box::new(StepLoop::open(params, reply)?))),
+            "engine" => Ok(OpenLoop::Engine(Box::new(EngineLoop::open(params, self.host.read_settings, reply)?))),
             other => Err(Failure::usage("loop", format!("loop: expected step or engine, found {other}"))),
         }
     }

@@ -2,7 +2,9 @@
 //! `lora.rs`.
 
 use crate::cli::Scratch;
-use crate::lora::{IDS, PPO, SFT, TOLERANCE, adapter, base_of, bits, config, gap, lm, logprobs, model, scores, stir};
+use crate::lora::{
+    IDS, PPO, SFT, TOLERANCE, adapter, base_model_dir, bits, config, gap, lm, logprobs, model, scores, stir,
+};
 use crate::support::{assert_close, golden, read_json};
 use rlhf::model::{CausalLm, Dtype, LoraConfig, ModelOptions, Param, Precision, SequenceClassifier};
 use rlhf::weights::Checkpoint;
@@ -84,11 +86,11 @@ fn a_trained_dora_adapter_opens_merges_and_is_close_in_bf16() {
     assert_close("opened", &logits(&opened), &expected, 0.0);
     opened.merge_adapter();
     assert_close("merged", &logits(&opened), &expected, TOLERANCE);
-    let (expected, of_base) =
+    let (expected, base_logits) =
         (logits(&lm("llama_untied_dora_all")), logits(&lm("llama_untied_dora_all").base().unwrap()));
-    let mut half = CausalLm::from_pretrained(&base_of("llama_untied_dora_all"), bf16()).unwrap();
+    let mut half = CausalLm::from_pretrained(&base_model_dir("llama_untied_dora_all"), bf16()).unwrap();
     half.load_adapter(&adapter("llama_untied_dora_all")).unwrap();
-    let change = most(&of_base, &expected);
+    let change = most(&base_logits, &expected);
     assert!(most(&logits(&half), &expected) < change / 10.0, "{change}");
     half.merge_adapter();
     assert!(most(&logits(&half), &expected) < change / 10.0, "{change}");
@@ -283,8 +285,9 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let losses: Vec<f64> = scratch.metrics("sft").iter().map(|row| row["loss"].as_f64().unwrap()).collect();
     assert!(losses[2] < losses[0], "{losses:?}");
     scratch.succeeds("merge --model sft --output_dir merged");
-    let of = |name: &str| logits(&CausalLm::from_pretrained(&scratch.path(name), ModelOptions::default()).unwrap());
-    assert_close("merged", &of("merged"), &of("sft"), TOLERANCE);
+    let model_logits =
+        |name: &str| logits(&CausalLm::from_pretrained(&scratch.path(name), ModelOptions::default()).unwrap());
+    assert_close("merged", &model_logits("merged"), &model_logits("sft"), TOLERANCE);
     let reward =
         "reward --model_name_or_path sft --dataset_name pairs.jsonl --max_steps 2 --use_peft --new_reward_head";
     scratch.succeeds(&format!("{reward} {flags} --learning_rate 0.01 --output_dir judge"));
@@ -297,10 +300,10 @@ fn sft_reward_model_and_ppo_train_dora_and_modules_in_full_and_keep_the_referenc
     let metrics = scratch.metrics("out");
     assert!(metrics[0]["objective/kl"].as_f64().unwrap().abs() < 1e-4, "{:?}", metrics[0]["objective/kl"]);
     assert!(metrics[1]["objective/kl"].as_f64().unwrap() > 1e-3, "{:?}", metrics[1]["objective/kl"]);
-    assert_close("the reference", &of("out/base_model"), &of("sft"), TOLERANCE);
+    assert_close("the reference", &model_logits("out/base_model"), &model_logits("sft"), TOLERANCE);
     let value = read_json(&scratch.path("out/value_model/adapter_config.json"));
     assert_eq!(value["modules_to_save"], json!(["embed_in", "classifier", "score"]));
-    assert!(most(&of("out"), &of("sft")) > 0.01);
+    assert!(most(&model_logits("out"), &model_logits("sft")) > 0.01);
     let wrong = format!("{SFT} --lora_modules_to_save embed_tokens --output_dir never");
     scratch.refuses(&wrong, 2, &["lora_modules_to_save", "found `embed_tokens`; there are dense, ", "embed_in"]);
 }

@@ -176,8 +176,8 @@ fn a_rollback_continues_from_the_last_checkpoint_with_half_the_learning_rate_and
     assert_eq!(rates.iter().map(|(step, _)| *step).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
     for (step, rate) in &rates {
         let halvings = rollbacks.iter().rposition(|(_, to)| (*to as u64) < *step).map_or(0, |last| last + 1);
-        let of_schedule = RATE * (*step as f64 - 1.0).min(10.0) / 10.0;
-        near("rate", *rate, of_schedule * 0.5f64.powi(halvings as i32), 1e-12);
+        let scheduled = RATE * (*step as f64 - 1.0).min(10.0) / 10.0;
+        near("rate", *rate, scheduled * 0.5f64.powi(halvings as i32), 1e-12);
     }
     // An update that is done again has other responses.
     let (step, to) = rollbacks[0];

@@ -93,8 +93,8 @@ fn fields_of_a_generation_config_without_effect_are_named_once_before_the_conver
 fn two_models_respond_one_after_the_other() {
     let scratch = Scratch::new();
     scratch.copy("other", "llama_tied");
-    let of = |model: &str| readable(&generated(&scratch, model, FLAGS, &[json!("The movie")]).remove(0));
-    let expected = format!("[policy] {}\n[other] {}\n", of("policy"), of("other"));
+    let response = |model: &str| readable(&generated(&scratch, model, FLAGS, &[json!("The movie")]).remove(0));
+    let expected = format!("[policy] {}\n[other] {}\n", response("policy"), response("other"));
     let ran = chat(&scratch, &format!("chat policy --compare other {FLAGS}"), "The movie\n");
     assert_eq!((ran.code, readable(&ran.stdout)), (0, expected), "{}", ran.stderr);
     assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);

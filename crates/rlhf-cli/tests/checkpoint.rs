@@ -719,10 +719,10 @@ fn other_inputs_under_the_same_names_are_refused_without_the_flag() {
     let scratch = Scratch::new();
     scratch.copy("value", "gpt_neox_cls");
     let ppo = steps("ppo") + " --value_model_path value";
-    let of = |line: &str, out: &str| {
+    let with_saves = |line: &str, out: &str| {
         format!("{} --save_steps 1", line.replace("--output_dir out", &format!("--output_dir {out}")))
     };
-    let lines = [("ppo", ppo, 8), ("sft", of(SFT, "sft"), 2), ("reward", of(REWARD, "reward-out"), 2)];
+    let lines = [("ppo", ppo, 8), ("sft", with_saves(SFT, "sft"), 2), ("reward", with_saves(REWARD, "reward-out"), 2)];
     for (_, line, _) in &lines {
         scratch.succeeds(line);
     }
@@ -779,7 +779,7 @@ type InputOfRun = (&'static str, [&'static str; 2], &'static str, Option<(&'stat
 
 /// Changes each of the inputs of a finished run, which then does not resume, and moves each that the command line `words` names, after which it
 /// does; `beside` are files that move with others.
-fn changes_and_moves(scratch: &Scratch, words: &[&str], inputs: &[InputOfRun], beside: &[[&str; 2]]) {
+fn changes_and_moves(scratch: &Scratch, words: &[&str], inputs: &[InputOfRun], companions: &[[&str; 2]]) {
     let run = |words: &[String]| scratch.run_with("", &words.iter().map(String::as_str).collect::<Vec<_>>());
     let words: Vec<String> = words.iter().map(|word| String::from(*word)).collect();
     let ran = run(&words);
@@ -796,8 +796,9 @@ fn changes_and_moves(scratch: &Scratch, words: &[&str], inputs: &[InputOfRun], b
     }
     for (file, .., place) in inputs {
         let Some((before, path)) = place else { continue };
-        let moved: Vec<&str> =
-            std::iter::once(*path).chain(beside.iter().filter(|[of, _]| of == path).map(|[_, file]| *file)).collect();
+        let moved: Vec<&str> = std::iter::once(*path)
+            .chain(companions.iter().filter(|[owner, _]| owner == path).map(|[_, file]| *file))
+            .collect();
         let rename = |from: &str, to: &str| {
             moved.iter().for_each(|name| {
                 std::fs::rename(scratch.path(&format!("{from}{name}")), scratch.path(&format!("{to}{name}"))).unwrap();
@@ -1285,10 +1286,10 @@ fn an_evaluation_changes_no_training_and_its_samples_match_its_metrics() {
     // A policy that does not move is its reference, and gives the same responses each time; moments that move on with
     // training would give them other scores.
     let still = run("still", &|config| config.learning_rate = 0.0);
-    let of = |name: &str| [0, 2, 4, 5].map(|line| still[line][name].as_f64().unwrap());
-    assert!(of("eval/kl").iter().all(|kl| kl.abs() < 1e-5), "{:?}", of("eval/kl"));
+    let values = |name: &str| [0, 2, 4, 5].map(|line| still[line][name].as_f64().unwrap());
+    assert!(values("eval/kl").iter().all(|kl| kl.abs() < 1e-5), "{:?}", values("eval/kl"));
     for name in ["eval/score", "eval/scores/short", "eval/scores/model"] {
-        assert!(of(name).iter().all(|&score| score == of(name)[0]), "{name}: {:?}", of(name));
+        assert!(values(name).iter().all(|&score| score == values(name)[0]), "{name}: {:?}", values(name));
     }
 }
 

@@ -44,13 +44,13 @@ pub(crate) fn with_data(line: &str, data: &str) -> String {
 
 impl Scratch {
     pub(crate) fn new() -> Self {
-        let scratch = Self::of_family("gpt_neox");
+        let scratch = Self::with_policy("gpt_neox");
         scratch.copy("reward", "gpt_neox_cls");
         scratch
     }
 
     /// With a policy of another family, and no reward model.
-    pub(crate) fn of_family(golden_model: &str) -> Self {
+    pub(crate) fn with_policy(golden_model: &str) -> Self {
         let scratch = Self(tempfile::tempdir().unwrap());
         scratch.copy("policy", golden_model);
         let lines = |row: fn(&str) -> Value| PROMPTS.map(|prompt| format!("{}\n", row(prompt))).concat();
@@ -211,18 +211,18 @@ impl Ran {
 
 /// Every file below a folder with its bytes; folders with none.
 pub(crate) fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
-    let mut found = BTreeMap::new();
+    let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            found.append(&mut snapshot(&path));
-            found.insert(path, None);
+            files.append(&mut snapshot(&path));
+            files.insert(path, None);
         } else {
             let bytes = std::fs::read(&path).unwrap();
-            found.insert(path, Some(bytes));
+            files.insert(path, Some(bytes));
         }
     }
-    found
+    files
 }
 
 pub(crate) fn json_lines(text: &str) -> Vec<Map<String, Value>> {
@@ -316,7 +316,7 @@ fn trains(scratch: &Scratch, line: &str, out: &str, updates: usize, names: &[&st
 
 /// From text to a tuned model that generates.
 fn whole_course(golden_model: &str, sft_start: &str) {
-    whole_course_in(&Scratch::of_family(golden_model), sft_start);
+    whole_course_in(&Scratch::with_policy(golden_model), sft_start);
 }
 
 fn whole_course_in(scratch: &Scratch, sft_start: &str) {
@@ -409,7 +409,7 @@ fn ministral_3_and_granite_go_through_all_commands_with_adapters_groups_and_four
 
 fn course_with_adapters(family: &str) {
     // New weights in the shape of the golden model, with the vocabulary of a model that has a tokenizer.
-    let scratch = Scratch::of_family("llama_untied");
+    let scratch = Scratch::with_policy("llama_untied");
     let mut config = crate::support::read_json(&golden().join("models").join(family).join("config.json"));
     config["vocab_size"] = serde_json::json!(400);
     scratch.write("policy/config.json", &config.to_string());
@@ -842,9 +842,9 @@ fn an_eos_token_that_is_set_ends_texts_of_the_saved_model_and_its_tokenizer() {
     for (line, out) in [(SFT, "sft"), (REWARD, "judge")] {
         let words = ["eos_token = <|im_end|>: expected a token of the tokenizer in ", "which has no such token"];
         scratch.refuses(&format!("{line} --eos_token <|im_end|>"), 2, &words);
-        let own = scratch.run(&format!("{line} --eos_token <|padding|> --pad_token <|padding|> --output_dir {out}"));
-        assert_eq!(own.code, 0, "{}", own.stderr);
-        assert!(own.stderr.contains("without effect here: pad_token (nothing is padded"), "{}", own.stderr);
+        let ran = scratch.run(&format!("{line} --eos_token <|padding|> --pad_token <|padding|> --output_dir {out}"));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        assert!(ran.stderr.contains("without effect here: pad_token (nothing is padded"), "{}", ran.stderr);
         assert!(scratch.read(&format!("{out}/config.yaml")).contains("\neos_token: <|padding|>\n"));
         let json = |name: &str| serde_json::from_str::<Value>(&scratch.read(&format!("{out}/{name}"))).unwrap();
         assert_eq!(json("tokenizer_config.json")["eos_token"], "<|padding|>");
@@ -1027,13 +1027,13 @@ fn conversations_go_through_all_four_commands_and_the_template_travels_along() {
 
     // The flag makes of a string what a list of one message is.
     let line = "generate --model_name_or_path ppo --max_new_tokens 4";
-    let of_lists = responses(&scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl")));
-    assert_eq!(of_lists[0].0, query);
+    let from_lists = responses(&scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl")));
+    assert_eq!(from_lists[0].0, query);
     scratch.write("prompts.jsonl", &strings);
-    let of_strings = scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl --apply_chat_template"));
-    assert_eq!(responses(&of_strings), of_lists);
+    let from_strings = scratch.succeeds(&format!("{line} --dataset_name prompts.jsonl --apply_chat_template"));
+    assert_eq!(responses(&from_strings), from_lists);
     let ran = scratch.run_with(&format!("{line} --apply_chat_template"), &PROMPTS);
-    assert_eq!((ran.code, responses(&ran.stdout)), (0, of_lists), "{}", ran.stderr);
+    assert_eq!((ran.code, responses(&ran.stdout)), (0, from_lists), "{}", ran.stderr);
     trains(&scratch, &format!("{ppo} --apply_chat_template"), "again", 2, &PPO_METRICS);
     for file in ["model.safetensors", "value_model/model.safetensors"] {
         let weights = |run: &str| std::fs::read(scratch.path(run).join(file)).unwrap();
@@ -1180,10 +1180,10 @@ fn an_output_file_is_written_once_and_replaced_only_with_the_flag() {
     // A file of a dataset that is a folder; and a folder that is not there, before the model is read.
     std::fs::create_dir(scratch.path("folder")).unwrap();
     std::fs::rename(scratch.path("prompts.jsonl"), scratch.path("folder/test.jsonl")).unwrap();
-    let of_folder = GENERATE.replace("prompts.jsonl", "folder");
-    let line = format!("{of_folder} --output_file folder/test.jsonl --overwrite_output_file");
+    let folder_line = GENERATE.replace("prompts.jsonl", "folder");
+    let line = format!("{folder_line} --output_file folder/test.jsonl --overwrite_output_file");
     scratch.refuses(&line, 2, &["output_file = folder/test.jsonl", "also the dataset, or a file of it"]);
-    let line = format!("{of_folder} --output_file none/responses.jsonl");
+    let line = format!("{folder_line} --output_file none/responses.jsonl");
     scratch.refuses(&line, 1, &["none/responses.jsonl: expected a name in a folder, found none at none"]);
     // Two folders with the split: one is chosen.
     for name in ["folder/one", "folder/two"] {
@@ -1191,8 +1191,8 @@ fn an_output_file_is_written_once_and_replaced_only_with_the_flag() {
     }
     std::fs::rename(scratch.path("folder/test.jsonl"), scratch.path("folder/one/test.jsonl")).unwrap();
     scratch.write("folder/two/test.jsonl", "{\"prompt\": \"The other one\"}\n");
-    scratch.refuses(&of_folder, 1, &["a split `test`, found", "choose by --dataset_config"]);
-    assert_eq!(json_lines(&scratch.succeeds(&format!("{of_folder} --dataset_config two"))).len(), 1);
+    scratch.refuses(&folder_line, 1, &["a split `test`, found", "choose by --dataset_config"]);
+    assert_eq!(json_lines(&scratch.succeeds(&format!("{folder_line} --dataset_config two"))).len(), 1);
 }
 
 #[test]

@@ -47,18 +47,18 @@ fn assert_near(found: &[f64], expected: &[f64]) {
     }
 }
 
-fn golden_of(model: &str) -> Tensors {
+fn model_golden(model: &str) -> Tensors {
     Tensors::read(&golden().join("models").join(model).join("golden.safetensors"))
 }
 
-fn row_of(golden: &Tensors, name: &str, row: usize) -> Vec<f64> {
+fn golden_row(golden: &Tensors, name: &str, row: usize) -> Vec<f64> {
     Vec::<f64>::try_from(golden.get(name).get(row as i64).to_kind(tch::Kind::Double)).unwrap()
 }
 
 #[test]
 fn logprobs_equal_those_of_transformers_in_every_batch_and_at_every_border() {
     for model in ["gpt2", "gpt_neox", "llama_tied"] {
-        let (scratch, golden) = (Scratch::of_family(model), golden_of(model));
+        let (scratch, golden) = (Scratch::with_policy(model), model_golden(model));
         let ids = golden.rows("unpadded.input_ids");
         // Prompts of 1, 2, ... tokens, the last one the whole row: an empty completion.
         let len = ids[0].len();
@@ -73,7 +73,7 @@ fn logprobs_equal_those_of_transformers_in_every_batch_and_at_every_border() {
                 for (name, value) in sent.as_object().unwrap() {
                     assert_eq!(&found[name], value, "rows keep their order and their fields");
                 }
-                let expected = &row_of(&golden, "unpadded.next_logprobs", row)[at - 1..];
+                let expected = &golden_row(&golden, "unpadded.next_logprobs", row)[at - 1..];
                 assert_near(&numbers(&found["logprobs"]), expected);
                 assert_near(&[found["sum_logprobs"].as_f64().unwrap()], &[numbers(&found["logprobs"]).iter().sum()]);
             }
@@ -84,9 +84,9 @@ fn logprobs_equal_those_of_transformers_in_every_batch_and_at_every_border() {
 #[test]
 fn scores_equal_those_of_transformers_for_every_form_of_row() {
     for model in ["gpt2_cls", "gpt_neox_cls", "llama_untied_cls"] {
-        let scratch = Scratch::of_family("gpt_neox");
+        let scratch = Scratch::with_policy("gpt_neox");
         scratch.copy("judge", model);
-        let golden = golden_of(model);
+        let golden = model_golden(model);
         let last = Vec::<i64>::try_from(golden.get("unpadded.score_index")).unwrap();
         let expected = Vec::<f64>::try_from(golden.get("unpadded.score").to_kind(tch::Kind::Double)).unwrap();
         let ids: Vec<Vec<i64>> = golden.rows("unpadded.input_ids");
@@ -144,7 +144,7 @@ fn logprobs_of_what_was_generated_are_those_that_generate_gave() {
 #[test]
 fn text_is_what_its_ids_are_joined_before_it_is_encoded_and_without_eos() {
     for family in ["gpt_neox", "llama_tied"] {
-        let scratch = Scratch::of_family(family);
+        let scratch = Scratch::with_policy(family);
         let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
         let (prompt, completion) = ("The movie was", " a film, and the film was long");
         let found = piped(
@@ -192,9 +192,9 @@ fn any_reward_scores_a_file_of_responses_as_a_run_would() {
     // A reward model among them gives the scores that it gives alone, of the same tokens.
     let alone = piped(&scratch, "score --model reward", &rows);
     assert_eq!(piped(&scratch, "score --reward_model_path reward", &rows), alone, "its name in ppo");
-    let beside = piped(&scratch, "score --model reward --reward json --batch_size 1", &rows);
-    for (alone, beside) in alone.iter().zip(&beside) {
-        let [alone, model] = [&alone["score"], &beside["components"]["model"]].map(|score| score.as_f64().unwrap());
+    let combined = piped(&scratch, "score --model reward --reward json --batch_size 1", &rows);
+    for (alone, combined) in alone.iter().zip(&combined) {
+        let [alone, model] = [&alone["score"], &combined["components"]["model"]].map(|score| score.as_f64().unwrap());
         assert!((alone - model).abs() < 1e-5, "{alone} is not {model}");
     }
     for (line, code, words) in [
@@ -231,17 +231,17 @@ fn scores_of_text_and_of_prompt_with_completion_are_those_of_their_ids() {
 fn token_ids_of_another_tokenizer_are_told_from_the_models_own() {
     let scratch = Scratch::new();
     let line = "generate --model policy --dataset_name prompts.jsonl --max_new_tokens 6 --do_sample false";
-    let own: Vec<Value> = json_lines(&scratch.succeeds(line)).into_iter().map(Value::Object).collect();
+    let consistent: Vec<Value> = json_lines(&scratch.succeeds(line)).into_iter().map(Value::Object).collect();
     // Each row with the ids of the next one's completion: those of a text that is not its own.
-    let ids = own.iter().cycle().skip(1).map(|row| row["completion_ids"].clone());
-    let foreign = own.iter().zip(ids).map(|(row, ids)| {
+    let ids = consistent.iter().cycle().skip(1).map(|row| row["completion_ids"].clone());
+    let foreign = consistent.iter().zip(ids).map(|(row, ids)| {
         let mut row = row.clone();
         row["completion_ids"] = ids;
         row["completion"] = json!("a text of another tokenizer");
         row
     });
     let foreign: Vec<Value> = foreign.collect();
-    for (rows, is_foreign) in [(&own, false), (&foreign, true)] {
+    for (rows, is_foreign) in [(&consistent, false), (&foreign, true)] {
         for line in [
             "score --model reward",
             "score --reward_model_path reward --tokenizer_name policy",
@@ -455,7 +455,7 @@ fn fields_of_a_generation_config_without_effect_are_named_in_one_note() {
 #[test]
 fn prompt_and_completion_make_the_text_of_all_their_tokens() {
     for family in ["gpt_neox", "llama_tied"] {
-        let scratch = Scratch::of_family(family);
+        let scratch = Scratch::with_policy(family);
         let tokenizer = rlhf::tokenizer::Tokenizer::from_pretrained(&scratch.path("policy")).unwrap();
         let line = "generate --model policy --dataset_name prompts.jsonl --max_new_tokens 3 --num_return_sequences 32";
         let mut begin_with_space = 0;
@@ -530,7 +530,7 @@ fn token_ids_need_no_tokenizer_and_every_family_generates_from_them() {
         "granite",
         "gpt_oss",
     ] {
-        let (dir, golden) = (golden().join("models").join(model), golden_of(model));
+        let (dir, golden) = (golden().join("models").join(model), model_golden(model));
         let dir = dir.display();
         let prompts = golden.rows("greedy.prompt_ids").into_iter().zip(golden.rows("greedy.prompt_mask"));
         let prompts: Vec<Vec<i64>> = prompts
@@ -612,10 +612,10 @@ fn variables_of_the_chat_template_are_a_setting_that_a_resumed_run_keeps() {
     scratch
         .write("policy/chat_template.jinja", "{{ greeting or '' }}{% for m in messages %}{{ m.content }}{% endfor %}");
     let messages = json!([{"role": "user", "content": "do"}]);
-    let own = json!({"prompt": messages, "chat_template_kwargs": {"greeting": "human"}});
+    let with_kwargs = json!({"prompt": messages, "chat_template_kwargs": {"greeting": "human"}});
     let rows: Vec<Value> = (0..8).map(|_| json!({"prompt": messages})).collect();
     scratch.write("prompts.jsonl", &lines(&rows));
-    scratch.write("rows.jsonl", &lines(&[json!({"prompt": messages}), own]));
+    scratch.write("rows.jsonl", &lines(&[json!({"prompt": messages}), with_kwargs]));
     let line = "generate --model policy --dataset_name rows.jsonl --max_new_tokens 1 --do_sample false";
     let ids = |line: &str| -> Vec<Value> {
         json_lines(&scratch.succeeds(line)).iter().map(|row| row["prompt_ids"].clone()).collect()

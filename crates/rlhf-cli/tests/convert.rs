@@ -74,7 +74,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
             let found = checkpoint.read(tensor, Device::Cpu, Kind::Float).unwrap();
             let part = golden.part(stored);
             // To the bit: products and a sum of f32.
-            assert_eq!(part.of(&found), *part.tensor, "{name}: {kind}, {tensor}");
+            assert_eq!(part.select(&found), *part.tensor, "{name}: {kind}, {tensor}");
             kinds += 1;
         }
         assert_eq!(
@@ -229,7 +229,7 @@ fn weights_are_rounded_once_to_the_dtype_that_is_set() {
             let stored = stored.strip_suffix("[::7]").unwrap_or(stored);
             let (part, tensor) = (golden.part(stored), stored.split_once('.').unwrap().1);
             let found = checkpoint.read(tensor, Device::Cpu, kind).unwrap();
-            assert_eq!(part.of(&found), part.tensor.to_kind(kind), "{stored}");
+            assert_eq!(part.select(&found), part.tensor.to_kind(kind), "{stored}");
         }
         let name = if kind == Kind::Half { "float16" } else { "bfloat16" };
         assert_eq!(read_json(&out.join("config.json"))["torch_dtype"], name);

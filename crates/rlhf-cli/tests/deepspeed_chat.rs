@@ -21,7 +21,7 @@ const REWARD: &str = "reward --dataset_name pairs.jsonl --pair_loss tokens --num
 
 #[test]
 fn a_reward_model_of_deepspeed_chat_is_trained_scores_rewards_and_initializes_a_critic() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     let line = format!("{REWARD} --model_name_or_path policy --new_reward_head --reward_format deepspeed-chat");
     scratch.succeeds(&format!("{line} --dataset_test_split train --eval_dataset_name pairs.jsonl --output_dir reward"));
     let metrics = scratch.metrics("reward");
@@ -57,7 +57,7 @@ fn a_reward_model_of_deepspeed_chat_is_trained_scores_rewards_and_initializes_a_
 
 #[test]
 fn a_pickled_reward_model_is_refused_with_the_way_to_convert_it() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     std::fs::rename(scratch.path("policy/model.safetensors"), scratch.path("policy/pytorch_model.bin")).unwrap();
     for line in [
         "score --model policy --dataset_name demos.jsonl".to_string(),
@@ -70,7 +70,7 @@ fn a_pickled_reward_model_is_refused_with_the_way_to_convert_it() {
 
 #[test]
 fn models_without_scores_of_tokens_and_unknown_formats_are_refused() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     scratch.copy("encoder", "bert_cls1");
     for (flags, words) in [
         ("--model_name_or_path encoder", "expected a decoder, found `bert`"),

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 const TOLERANCE: f64 = 3e-5;
 
 /// The settings of a run of GKDTrainer, which writes to `out`.
-fn config_of(run: &Value, out: &Path) -> DistillConfig {
+fn distill_config(run: &Value, out: &Path) -> DistillConfig {
     let dir = golden();
     let data = run["data"].as_str().unwrap();
     let (student, teacher) = match data {
@@ -45,7 +45,7 @@ fn check(names: &[&str]) {
     for name in names {
         let (run, scratch) = (&runs[format!("gkd.{name}")], Scratch::new());
         let out = scratch.path("run");
-        distill(&config_of(run, &out), Console::Silent).unwrap_or_else(|e| panic!("{name}: {e}"));
+        distill(&distill_config(run, &out), Console::Silent).unwrap_or_else(|e| panic!("{name}: {e}"));
         let lines = scratch.metrics("run");
         for metric in ["loss", "grad_norm", "learning_rate"] {
             for (at, expected) in run["metrics"][metric].as_array().unwrap().iter().enumerate() {
@@ -64,7 +64,7 @@ fn check(names: &[&str]) {
         for whole in stored {
             let whole = whole.split('[').next().unwrap();
             let part = tensors.part(whole);
-            let gap = (part.of(found.get(&whole[prefix.len()..])) - part.tensor).abs().max().double_value(&[]);
+            let gap = (part.select(found.get(&whole[prefix.len()..])) - part.tensor).abs().max().double_value(&[]);
             note_difference(gap, TOLERANCE);
             if gap > TOLERANCE {
                 wrong.push(format!("{whole}: {gap:e}"));
@@ -245,9 +245,9 @@ fn a_teacher_has_bits_of_its_own_or_those_of_the_students_base() {
     assert_eq!(loss("--load_in_4bit --bnb_4bit_quant_type fp4"), of_fp4);
     assert_eq!(loss("--teacher_load_in_4bit --bnb_4bit_quant_type fp4"), of_fp4);
     // The first loss of an adapter is that of its base.
-    let of_student = loss("--use_peft --load_in_4bit --teacher_load_in_4bit false");
-    let of_both = loss("--use_peft --load_in_4bit");
-    assert!(of_student != of_both && of_student != plain && of_both != four);
+    let student_loss = loss("--use_peft --load_in_4bit --teacher_load_in_4bit false");
+    let joint_loss = loss("--use_peft --load_in_4bit");
+    assert!(student_loss != joint_loss && student_loss != plain && joint_loss != four);
     for (flags, words) in [
         ("--teacher_load_in_4bit --teacher_load_in_8bit", "teacher_load_in_8bit = true exclude each other"),
         (

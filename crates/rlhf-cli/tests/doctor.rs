@@ -47,7 +47,7 @@ impl Report {
 }
 
 fn doctor(line: &str) -> (Scratch, Command) {
-    let scratch = Scratch::of_family("gpt_neox");
+    let scratch = Scratch::with_policy("gpt_neox");
     let mut command = scratch.command(&format!("doctor --json {line}"));
     command.env_remove("OMP_NUM_THREADS").env_remove("HF_HUB_OFFLINE").env_remove("HF_TOKEN");
     (scratch, command)
@@ -119,7 +119,7 @@ fn the_self_test_passes_and_leaves_no_file() {
 
 #[test]
 fn the_lines_are_one_for_each_check_and_the_exit_code_is_that_of_the_worst() {
-    let scratch = Scratch::of_family("gpt_neox");
+    let scratch = Scratch::with_policy("gpt_neox");
     let ran = scratch.run("doctor --offline --no_self_test");
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
     let lines: Vec<&str> = ran.stdout.lines().collect();
@@ -161,7 +161,7 @@ fn each_fault_of_the_environment_has_its_line() {
 
 #[test]
 fn a_limit_on_addresses_is_named() {
-    let scratch = Scratch::of_family("gpt_neox");
+    let scratch = Scratch::with_policy("gpt_neox");
     let script = "ulimit -v 16000000 && exec \"$0\" doctor --json --offline --no_self_test";
     let mut command = Command::new("sh");
     command.args(["-c", script, PROGRAM]).current_dir(scratch.path("")).env("OMP_NUM_THREADS", "1");

@@ -22,7 +22,7 @@ fn words(value: &Value) -> Vec<String> {
 }
 
 /// The settings of a run of TRL, which writes to `out`.
-fn config_of(run: &Value, out: &Path) -> DpoConfig {
+fn dpo_config(run: &Value, out: &Path) -> DpoConfig {
     let dir = golden();
     let data = run["data"].as_str().unwrap();
     let model = if data.contains("chat") { "trl_tools/init/policy" } else { "trl_new/init/llama_policy" };
@@ -52,14 +52,14 @@ fn check(names: &[&str]) {
 }
 
 /// [`check`] with other tolerances of metrics and of weights.
-fn check_within(names: &[&str], [of_metrics, of_weights]: [f64; 2]) {
+fn check_within(names: &[&str], [metric_tolerance, weight_tolerance]: [f64; 2]) {
     let dir = golden().join("trl_dpo");
     let (runs, tensors) = (read_json(&dir.join("runs.json")), Tensors::read(&dir.join("final.safetensors")));
     let mut wrong = Vec::new();
     for name in names {
         let (run, scratch) = (&runs[*name], Scratch::new());
         let out = scratch.path("run");
-        dpo(&config_of(run, &out), Console::Silent).unwrap_or_else(|e| panic!("{name}: {e}"));
+        dpo(&dpo_config(run, &out), Console::Silent).unwrap_or_else(|e| panic!("{name}: {e}"));
         let lines = scratch.metrics("run");
         for (metric, expected) in run["metrics"].as_object().unwrap() {
             for (at, expected) in expected.as_array().unwrap().iter().enumerate() {
@@ -68,8 +68,8 @@ fn check_within(names: &[&str], [of_metrics, of_weights]: [f64; 2]) {
                 let line = line.unwrap_or_else(|| panic!("{name}: no {metric} of step {}", at + 1));
                 let (found, expected) = (line[metric].as_f64().unwrap(), expected.as_f64().unwrap());
                 let gap = (found - expected).abs() / expected.abs().max(1.0);
-                note_difference(gap, of_metrics);
-                if gap > of_metrics {
+                note_difference(gap, metric_tolerance);
+                if gap > metric_tolerance {
                     wrong.push(format!("{name}: {metric} of step {}: {found} is not {expected}", at + 1));
                 }
             }
@@ -81,9 +81,9 @@ fn check_within(names: &[&str], [of_metrics, of_weights]: [f64; 2]) {
         for whole in stored {
             let whole = whole.split('[').next().unwrap();
             let part = tensors.part(whole);
-            let gap = (part.of(found.get(&whole[prefix.len()..])) - part.tensor).abs().max().double_value(&[]);
-            note_difference(gap, of_weights);
-            if gap > of_weights {
+            let gap = (part.select(found.get(&whole[prefix.len()..])) - part.tensor).abs().max().double_value(&[]);
+            note_difference(gap, weight_tolerance);
+            if gap > weight_tolerance {
                 wrong.push(format!("{whole}: {gap:e}"));
             }
         }

@@ -192,9 +192,9 @@ fn the_dropout_rate_of_the_file_has_no_effect_on_a_policy_with_a_value_head() {
     let run = |out: &str| {
         scratch.succeeds(&format!("{PPO} --reward rouge_l:completion --value_head --output_dir {out}"));
         let names = ["objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "policy/approxkl_avg"];
-        let of_row = |row: &serde_json::Map<String, serde_json::Value>| names.map(|name| row.get(name).cloned());
+        let row_values = |row: &serde_json::Map<String, serde_json::Value>| names.map(|name| row.get(name).cloned());
         let rows = scratch.metrics(out);
-        rows.iter().filter(|row| row.contains_key("objective/scores")).map(of_row).collect::<Vec<_>>()
+        rows.iter().filter(|row| row.contains_key("objective/scores")).map(row_values).collect::<Vec<_>>()
     };
     let expected = run("without");
     assert!(expected.len() == 2 && expected[0].iter().all(Option::is_some), "{expected:?}");
@@ -239,14 +239,14 @@ fn logprobs_of_generated_responses_are_those_of_sampling_if_no_file_states_the_k
         "generate --model_name_or_path t5 --dataset_name demos.jsonl --max_new_tokens 6 --output_file sampled.jsonl",
     );
     let logprobs = "logprobs --model_name_or_path t5 --dataset_name";
-    let of = |rows: &[Map<String, Value>]| -> Vec<f64> {
+    let values = |rows: &[Map<String, Value>]| -> Vec<f64> {
         rows.iter().flat_map(|row| row["logprobs"].as_array().unwrap()).map(|x| x.as_f64().unwrap()).collect()
     };
     let sampled = json_lines(&scratch.read("sampled.jsonl"));
     let eos = |row: &Map<String, Value>| row["prompt_ids"].as_array().unwrap().last() == Some(&json!(1));
     assert!(sampled.iter().all(eos), "a prompt keeps the eos of its tokenizer");
     let measured = json_lines(&scratch.succeeds(&format!("{logprobs} sampled.jsonl --batch_size 3")));
-    let (sampled, measured) = (of(&sampled), of(&measured));
+    let (sampled, measured) = (values(&sampled), values(&measured));
     assert_eq!(sampled.len(), measured.len());
     assert!(sampled.iter().zip(&measured).all(|(a, b)| (a - b).abs() < 1e-5), "{sampled:?} {measured:?}");
 
@@ -256,7 +256,7 @@ fn logprobs_of_generated_responses_are_those_of_sampling_if_no_file_states_the_k
         |row| json!({"prompt": row["prompt"], "completion": format!("{}</s>", row["completion"].as_str().unwrap())}),
     );
     scratch.write("ended.jsonl", &ended.map(|row| format!("{row}\n")).collect::<String>());
-    let measured = of(&json_lines(&scratch.succeeds(&format!("{logprobs} ended.jsonl"))));
+    let measured = values(&json_lines(&scratch.succeeds(&format!("{logprobs} ended.jsonl"))));
     let mean = -measured.iter().sum::<f64>() / measured.len() as f64;
     near("the loss", mean, loss(&scratch, &scratch.path("t5")), 1e-5);
 

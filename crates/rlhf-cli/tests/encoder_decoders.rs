@@ -83,7 +83,7 @@ fn logits_and_log_probabilities_equal_transformers_whatever_the_batch() {
         let (positions, tokens) = (pairs.positions(), pairs.tokens());
         let logits = model.logits_at(pairs.batch(&positions)).unwrap();
         let part = golden.part("logits");
-        assert_close(name, &part.of(&logits), &pairs.packed(part.tensor, |tokens| tokens.len() + 1), TOLERANCE);
+        assert_close(name, &part.select(&logits), &pairs.packed(part.tensor, |tokens| tokens.len() + 1), TOLERANCE);
         let found = model.logprobs_of(pairs.batch(&tokens), 1.0, true).unwrap();
         let expected = pairs.packed(golden.get("next_logprobs"), ExactSizeIterator::len);
         assert_close(name, &found.logprobs, &expected, TOLERANCE);
@@ -91,8 +91,8 @@ fn logits_and_log_probabilities_equal_transformers_whatever_the_batch() {
         let (row, span) = (1, tokens[1].start + 3..tokens[1].end - 2);
         let alone = Batch::new(&pairs.sequences[row..=row], std::slice::from_ref(&span));
         let alone = model.logprobs_of(alone.with_prompts(Some(&pairs.prompt_lens[row..=row])), 1.0, false).unwrap();
-        let of_row = expected.narrow(0, tokens[0].len() as i64 + 3, span.len() as i64);
-        assert_close(name, &alone.logprobs, &of_row, TOLERANCE);
+        let row_logprobs = expected.narrow(0, tokens[0].len() as i64 + 3, span.len() as i64);
+        assert_close(name, &alone.logprobs, &row_logprobs, TOLERANCE);
     }
 }
 
@@ -132,10 +132,10 @@ fn the_log_probabilities_of_sampled_tokens_are_those_of_a_pass_over_them() {
             ..GenerationConfig::new(Sampling::at_temperature(0.8), 20)
         };
         let responses = generate(&model, &prompts, &config).unwrap();
-        let of = |i: usize| &prompts[i / 2];
+        let prompt = |i: usize| &prompts[i / 2];
         let rows = responses.iter().enumerate();
-        let sequences: Vec<Vec<i64>> = rows.map(|(i, response)| [&of(i)[..], &response.tokens].concat()).collect();
-        let prompt_lens: Vec<usize> = (0..responses.len()).map(|i| of(i).len()).collect();
+        let sequences: Vec<Vec<i64>> = rows.map(|(i, response)| [&prompt(i)[..], &response.tokens].concat()).collect();
+        let prompt_lens: Vec<usize> = (0..responses.len()).map(|i| prompt(i).len()).collect();
         let spans: Vec<_> = prompt_lens.iter().zip(&sequences).map(|(&len, sequence)| len..sequence.len()).collect();
         let batch = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
         let found = model.logprobs_of(batch, 0.8, false).unwrap().logprobs;
@@ -170,7 +170,7 @@ fn gradients_of_every_parameter_equal_transformers_with_and_without_checkpointin
             assert_eq!(found.len(), golden.names().count(), "{name}");
             for (param, gradient) in found {
                 let part = golden.part(&param);
-                assert_close(&format!("{name}: {param}"), &part.of(&gradient), part.tensor, tolerance);
+                assert_close(&format!("{name}: {param}"), &part.select(&gradient), part.tensor, tolerance);
             }
         }
     }
@@ -196,10 +196,10 @@ fn gradients_of_adapters_are_the_parts_of_those_of_the_merged_weights() {
         let found: HashMap<_, _> = gradients(&model, &pairs).into_iter().collect();
         model.merge_adapter();
         model.set_trainable(true);
-        let of_weights: HashMap<_, _> = gradients(&model, &pairs).into_iter().collect();
+        let weight_gradients: HashMap<_, _> = gradients(&model, &pairs).into_iter().collect();
         for (name, gradient) in &found {
             let layer = name.rsplit_once(".lora_").unwrap().0;
-            let weight = &of_weights[&format!("{layer}.weight")];
+            let weight = &weight_gradients[&format!("{layer}.weight")];
             let matrix = |end: &str| &matrices[&format!("{layer}.{end}.weight")];
             let expected = if name.ends_with("lora_A.weight") {
                 matrix("lora_B").tr().matmul(weight)
@@ -223,12 +223,12 @@ fn logits_and_gradients_with_adapters_equal_pefts() {
         let expected = pairs.packed(part.tensor, |tokens| tokens.len() + 1);
         let mut model = load("t5");
         model.load_adapter(&adapter(name)).unwrap();
-        assert_close(name, &part.of(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
+        assert_close(name, &part.select(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
         model.set_trainable(true);
         model.logprobs_backward(pairs.batch(&tokens), 1.0, |_, now| -now.logprobs.sum(Kind::Float)).unwrap();
         assert_gradients(name, model.trainable_params());
         model.merge_adapter();
-        assert_close(name, &part.of(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
+        assert_close(name, &part.select(&model.logits_at(pairs.batch(&positions)).unwrap()), &expected, TOLERANCE);
     }
 }
 
@@ -256,7 +256,7 @@ fn scores_of_the_classifier_and_their_gradients_equal_transformers() {
     let grads = Tensors::read(&folder.join("grads.safetensors"));
     for param in model.params() {
         let part = grads.part(&param.name);
-        assert_close(&param.name, &part.of(&param.tensor.grad()), part.tensor, 1e-4);
+        assert_close(&param.name, &part.select(&param.tensor.grad()), part.tensor, 1e-4);
     }
     let error = model.values_at(&texts, &[0..1, 0..1, 0..1, 0..1]).unwrap_err().to_string();
     assert_eq!(error.lines().count(), 1, "{error}");
@@ -286,7 +286,7 @@ fn values_of_a_classifier_at_the_decoders_states_and_their_gradients_equal_trans
         assert_close("in a backward pass", &found, &expected, TOLERANCE);
         for param in model.params() {
             let part = grads.part(&param.name);
-            assert_close(&param.name, &part.of(&param.tensor.grad()), part.tensor, tolerance);
+            assert_close(&param.name, &part.select(&param.tensor.grad()), part.tensor, tolerance);
         }
         let scores = model.scores(&pairs.prompts).unwrap();
         assert_close("scores", &scores, &golden.get("scores").squeeze_dim(1), TOLERANCE);
@@ -380,9 +380,9 @@ fn an_adapter_of_a_classifier_is_saved_with_its_head_and_one_of_the_language_mod
     lm.add_adapter(&LoraConfig { r: 2, ..LoraConfig::default() }, 7).unwrap();
     lm.set_trainable(true);
     fill(lm.trainable_params());
-    let of_lm = tempfile::tempdir().unwrap();
-    lm.save_pretrained(of_lm.path(), &[1], Some(0), usize::MAX).unwrap();
-    let mut adapted = SequenceClassifier::from_pretrained(of_lm.path(), Some(5), ModelOptions::default()).unwrap();
+    let lm_dir = tempfile::tempdir().unwrap();
+    lm.save_pretrained(lm_dir.path(), &[1], Some(0), usize::MAX).unwrap();
+    let mut adapted = SequenceClassifier::from_pretrained(lm_dir.path(), Some(5), ModelOptions::default()).unwrap();
     adapted.merge_adapter();
     lm.merge_adapter();
     let merged = tempfile::tempdir().unwrap();
@@ -494,8 +494,8 @@ fn a_bart_that_is_not_tied_is_saved_with_an_embedding_for_each_stack() {
         let twice = tensor(tensors, embedding) * 2.0;
         tensors.push((head.into(), twice));
     };
-    let names = |tensors: &[(String, Tensor)], of: &[&str]| {
-        of.iter().map(|name| tensors.iter().any(|(found, _)| found == name)).collect::<Vec<_>>()
+    let names = |tensors: &[(String, Tensor)], wanted: &[&str]| {
+        wanted.iter().map(|name| tensors.iter().any(|(found, _)| found == name)).collect::<Vec<_>>()
     };
     let pairs = Pairs::of(&Tensors::read(&folder("bart").join("golden.safetensors")));
     let positions = pairs.positions();
@@ -644,15 +644,15 @@ fn a_batch_without_prompts_and_a_prompt_beyond_the_limit_are_one_line() {
         text
     };
     let (sequences, span) = ([vec![5, 6, 1, 7, 8]], 3..5);
-    let of = |lens: Option<&[usize]>| {
+    let logits = |lens: Option<&[usize]>| {
         model.logits_at(Batch::new(&sequences, std::slice::from_ref(&span)).with_prompts(lens))
     };
-    assert!(of(Some(&[3])).is_ok());
-    assert!(error(of(None)).contains("`t5` is an encoder-decoder: expected the length of each prompt, found none"));
-    assert!(error(of(Some(&[3, 1]))).contains("expected 1 prompt lengths"));
-    assert!(error(of(Some(&[0]))).contains("expected a prompt of 1 to 5 tokens, found 0"));
-    assert!(error(of(Some(&[6]))).contains("expected a prompt of 1 to 5 tokens, found 6"));
-    assert!(error(of(Some(&[5]))).contains("expected a span within 4..5"), "the decoder does not read the prompt");
+    assert!(logits(Some(&[3])).is_ok());
+    assert!(error(logits(None)).contains("`t5` is an encoder-decoder: expected the length of each prompt, found none"));
+    assert!(error(logits(Some(&[3, 1]))).contains("expected 1 prompt lengths"));
+    assert!(error(logits(Some(&[0]))).contains("expected a prompt of 1 to 5 tokens, found 0"));
+    assert!(error(logits(Some(&[6]))).contains("expected a prompt of 1 to 5 tokens, found 6"));
+    assert!(error(logits(Some(&[5]))).contains("expected a span within 4..5"), "the decoder does not read the prompt");
     let (long, span) = ([vec![5; 513]], 512..513);
     let error = model
         .logits_at(Batch::new(&long, std::slice::from_ref(&span)).with_prompts(Some(&[513])))

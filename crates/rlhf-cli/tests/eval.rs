@@ -479,7 +479,7 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
     evaluates(&scratch, PAIRS, &JUDGE);
     let (whole, responses, made) =
         (scratch.read("out/results.jsonl"), scratch.read("out/responses.jsonl"), calls(&scratch));
-    let of = |row: &Map<String, Value>| 2 * usize::from(row["response_a"] != row["response_b"]);
+    let judge_calls = |row: &Map<String, Value>| 2 * usize::from(row["response_a"] != row["response_b"]);
     let all = rows(&scratch);
     // Cut in the fourth row, and in the responses of the other model.
     let end = |text: &str, lines: usize| text.split_inclusive('\n').take(lines).map(str::len).sum::<usize>() + 20;
@@ -490,11 +490,11 @@ fn an_evaluation_that_was_cut_in_a_line_continues_and_judges_nothing_twice() {
     evaluates(&scratch, PAIRS, &JUDGE);
     assert_eq!(scratch.read("out/results.jsonl"), whole);
     assert_eq!(json_lines(&scratch.read("out/responses.jsonl")), json_lines(&responses));
-    assert_eq!(calls(&scratch), all[3..].iter().map(of).sum::<usize>());
+    assert_eq!(calls(&scratch), all[3..].iter().map(judge_calls).sum::<usize>());
     // Nothing is left to do.
     std::fs::remove_file(scratch.path("calls")).unwrap();
     evaluates(&scratch, PAIRS, &JUDGE);
-    assert_eq!((calls(&scratch), made), (0, all.iter().map(of).sum()));
+    assert_eq!((calls(&scratch), made), (0, all.iter().map(judge_calls).sum()));
 
     // Other settings are refused by name, and those that decide no result are not.
     let refuse = |line: &str, code: i32, words: &[&str]| scratch.refuses_with(line, &JUDGE, code, words);
@@ -753,9 +753,9 @@ fn the_tldr_recipe_runs_from_sft_to_the_win_rate_at_toy_size() {
         ("local_rollout_forward_batch_size: 16", "local_rollout_forward_batch_size: 4"),
         ("bf16: true", "bf16: false"),
     ];
-    for (theirs, ours) in toy {
-        assert!(file.contains(theirs), "no `{theirs}` in {file}");
-        file = file.replace(theirs, ours);
+    for (original, replacement) in toy {
+        assert!(file.contains(original), "no `{original}` in {file}");
+        file = file.replace(original, replacement);
     }
     scratch.write("tldr.yaml", &file);
     let ran = scratch.run("pipeline --config tldr.yaml");
@@ -764,11 +764,11 @@ fn the_tldr_recipe_runs_from_sft_to_the_win_rate_at_toy_size() {
     write_judge(&scratch, LONGER);
     let service = Service::new(|_| reply("A"));
     for line in &mut evals {
-        for (theirs, ours) in
+        for (original, replacement) in
             [("trl-lib/tldr", "tldr"), ("runs/tldr", "out"), ("--num_prompts 1000", "--num_prompts 6")]
         {
-            assert!(line.contains(theirs), "no `{theirs}` in {line}");
-            *line = line.replace(theirs, ours);
+            assert!(line.contains(original), "no `{original}` in {line}");
+            *line = line.replace(original, replacement);
         }
         *line = line.replace("http://localhost:8000/v1", &service.url.replace("/score?key=hidden", "/v1"));
         *line = line.replace("--max_new_tokens 53", "--max_new_tokens 6").replace("--dtype bfloat16", "");

@@ -35,17 +35,17 @@ fn the_shipped_classifier_reproduces_what_its_script_measured_with_transformers(
 
     for kind in ["sentence", "beginning", "plain"] {
         let part = &recorded["held_out"][kind];
-        let of_kind: Vec<usize> = (0..rows.len()).filter(|&i| rows[i]["kind"] == kind).collect();
-        assert_eq!(part["rows"], of_kind.len(), "{kind}");
-        let right = of_kind.iter().filter(|&&i| (logits[i][1] > logits[i][0]) == (labels[i] == "POSITIVE")).count();
+        let kind_rows: Vec<usize> = (0..rows.len()).filter(|&i| rows[i]["kind"] == kind).collect();
+        assert_eq!(part["rows"], kind_rows.len(), "{kind}");
+        let right = kind_rows.iter().filter(|&&i| (logits[i][1] > logits[i][0]) == (labels[i] == "POSITIVE")).count();
         let near = |found: f64, name: &str, tolerance: f64| {
             let expected = part[name].as_f64().unwrap();
             assert!((found - expected).abs() < tolerance, "{kind}: {name} is {found}, recorded {expected}");
         };
-        near(right as f64 / of_kind.len() as f64, "accuracy", 1e-4); // recorded to four digits
+        near(right as f64 / kind_rows.len() as f64, "accuracy", 1e-4); // recorded to four digits
         for label in ["NEGATIVE", "POSITIVE"] {
             let scores: Vec<f64> =
-                of_kind.iter().filter(|&&i| labels[i] == label).map(|&i| f64::from(logits[i][1])).collect();
+                kind_rows.iter().filter(|&&i| labels[i] == label).map(|&i| f64::from(logits[i][1])).collect();
             let name = format!("mean_score_of_{label}");
             near(scores.iter().sum::<f64>() / scores.len() as f64, &name, 1e-3); // recorded to three
         }
@@ -130,7 +130,7 @@ fn every_recipe_trains_a_small_model_on_rows_of_its_datasets_form() {
     for (at, (command, path)) in found.iter().enumerate() {
         let text = std::fs::read_to_string(path).unwrap();
         // What depends on the model's size, and on its tokenizer.
-        let own = match command.as_str() {
+        let flags = match command.as_str() {
             "sft" => {
                 let eos = if text.contains("\neos_token:") { "--eos_token <|endoftext|>" } else { "" };
                 format!("--model_name_or_path policy --dataset_name sft.jsonl --max_length 32 --max_steps 2 {eos}")
@@ -149,7 +149,7 @@ fn every_recipe_trains_a_small_model_on_rows_of_its_datasets_form() {
                 )
             }
         };
-        let line = format!("{command} --config {} --output_dir out{at} {own} --save_steps none", path.display());
+        let line = format!("{command} --config {} --output_dir out{at} {flags} --save_steps none", path.display());
         scratch.succeeds(&line);
         let metrics = json_lines(&scratch.read(&format!("out{at}/metrics.jsonl")));
         assert_eq!(metrics.last().unwrap()["step"], 2, "{line}");

@@ -167,8 +167,8 @@ fn check_memory_of_loading(mib: u64) {
         large_model(dir.path(), mib << 20, kind);
         let vars = [("DIR", dir.path().to_string_lossy().into_owned()), ("DTYPE", dtype.to_string())];
         let found = Child { test: "formats::child_loads_a_model", address_space_gib: 16, vars: &vars }.run();
-        let held = (mib << 20) * widened;
-        let times = found["grew"].as_f64().unwrap() / held as f64;
+        let model_bytes = (mib << 20) * widened;
+        let times = found["grew"].as_f64().unwrap() / model_bytes as f64;
         say(&format!("{kind:?} loaded as {dtype}: {mib} MiB, {times:.3} times what the model holds, {found}"));
         assert!(times > 0.9 && times < 1.15, "{kind:?} loaded as {dtype}: memory rose by {times} times the model");
     }
@@ -231,10 +231,10 @@ fn child_holds_a_model_as_computed() {
     load(&golden().join("models/gpt_neox")).token_logprobs(&ids, response, 1.0, false).unwrap();
     let before = Child::memory("VmRSS");
     let model = load(Path::new(&dir));
-    let held = Child::memory("VmRSS").saturating_sub(before);
+    let loaded = Child::memory("VmRSS").saturating_sub(before);
     let hidden = model.hidden_states(&ids).unwrap();
     let used = Child::memory("VmRSS").saturating_sub(before);
-    Child::reports(&json!({"held": held, "used": used}));
+    Child::reports(&json!({"held": loaded, "used": used}));
     drop((model, hidden));
 }
 

@@ -103,7 +103,7 @@ fn the_size_of_a_micro_batch_changes_no_weight_with_any_loss() {
 }
 
 /// An experience of three groups of two responses, whose scores are 1 to 6.
-fn of_groups(learner: &Learner, config: &PpoConfig, order: &[usize]) -> Experience {
+fn grouped_experience(learner: &Learner, config: &PpoConfig, order: &[usize]) -> Experience {
     let prompts = [vec![5, 6, 7], vec![5, 6, 7], vec![9], vec![9], vec![30, 31], vec![30, 31]];
     let response = |row: &usize| Response {
         tokens: (0..2 + row % 4).map(|at| 40 + (7 * row + at) as i64).collect(),
@@ -145,19 +145,19 @@ fn the_order_of_groups_and_the_rows_of_other_prompts_change_no_advantage() {
         returns(ScoreBaseline::Greedy),
     ];
     for estimator in estimators {
-        let of = |order: &[usize]| {
-            let e = of_groups(&learner, &config, order);
+        let advantages = |order: &[usize]| {
+            let e = grouped_experience(&learner, &config, order);
             let mut shaping = config.shaping();
             shaping.advantage = estimator;
             targets(&e, 0.0, &shaping).advantages
         };
-        let all = of(&[0, 1, 2, 3, 4, 5]);
+        let all = advantages(&[0, 1, 2, 3, 4, 5]);
         let mixed = [5, 2, 1, 0, 3, 4];
         let index: Vec<i64> = mixed.iter().map(|&row| row as i64).collect();
-        assert_close("mixed", &of(&mixed), &all.index_select(0, &Tensor::from_slice(&index)), 1e-6);
+        assert_close("mixed", &advantages(&mixed), &all.index_select(0, &Tensor::from_slice(&index)), 1e-6);
         // Without the second group.
         let others = all.index_select(0, &Tensor::from_slice(&[0i64, 1, 4, 5]));
-        assert_close("alone", &of(&[0, 1, 4, 5]), &others, 1e-6);
+        assert_close("alone", &advantages(&[0, 1, 4, 5]), &others, 1e-6);
         assert!(all.abs().max().double_value(&[]) > 0.5, "{estimator:?}");
     }
 }
@@ -526,11 +526,11 @@ fn responses_that_do_not_stop_are_masked_and_their_scores_still_count_in_their_g
     let config = config(dir.path());
     let learner = learner(&config);
     let order = [0, 1, 2, 3, 4, 5];
-    let whole = of_groups(&learner, &config, &order);
-    let mut masked = of_groups(&learner, &config, &order);
+    let whole = grouped_experience(&learner, &config, &order);
+    let mut masked = grouped_experience(&learner, &config, &order);
     masked.mask_rows(&[1, 4]);
-    let of = |e: &Experience| targets(e, 0.0, &config.shaping()).advantages;
-    let (all, found) = (of(&whole), of(&masked));
+    let advantages = |e: &Experience| targets(e, 0.0, &config.shaping()).advantages;
+    let (all, found) = (advantages(&whole), advantages(&masked));
     for row in 0..6 {
         let (all, found) = (all.get(row), found.get(row));
         let expected = if [1, 4].contains(&row) { found.zeros_like() } else { all };

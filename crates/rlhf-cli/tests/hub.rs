@@ -78,7 +78,7 @@ impl Server {
         let state = Arc::new(Mutex::new(state));
         let listen = || TcpListener::bind("127.0.0.1:0").unwrap();
         let (hub, cdn) = (listen(), listen());
-        let address = |of: &TcpListener| format!("http://{}", of.local_addr().unwrap());
+        let address = |listener: &TcpListener| format!("http://{}", listener.local_addr().unwrap());
         let (endpoint, cdn_address) = (address(&hub), address(&cdn));
         for (listener, to_cdn) in [(hub, false), (cdn, true)] {
             let (state, cdn) = (state.clone(), cdn_address.clone());
@@ -139,8 +139,8 @@ impl Server {
     /// Offsets at which the downloads of the weights started.
     fn ranges(&self) -> Vec<usize> {
         let start = |range: Option<String>| range.map_or(0, |r| r[6..r.len() - 1].parse().unwrap());
-        let of_weights = |request: &Request| request.what == "CDN model.safetensors";
-        self.asked().into_iter().filter(of_weights).map(|request| start(request.range)).collect()
+        let is_weights = |request: &Request| request.what == "CDN model.safetensors";
+        self.asked().into_iter().filter(is_weights).map(|request| start(request.range)).collect()
     }
 
     fn cached(&self, path: &str) -> PathBuf {
@@ -164,7 +164,7 @@ fn answer(stream: TcpStream, state: &Mutex<State>, to_cdn: bool, cdn: &str) -> s
     let (authorization, range) = (headers.remove("authorization"), headers.remove("range"));
     let mut state = state.lock().unwrap();
     state.log.push(Request { what: what.clone(), authorization: authorization.clone(), range: range.clone() });
-    let fault = state.faults.iter().position(|(of, _)| *of == what).map(|at| state.faults.remove(at).1);
+    let fault = state.faults.iter().position(|(name, _)| *name == what).map(|at| state.faults.remove(at).1);
     let (status, head, body) = match fault {
         Some(Fault::Status(status, code)) => (status, format!("X-Error-Code: {code}\r\n"), b"{}".to_vec()),
         _ if state.token.is_some() && !to_cdn && authorization != state.token => (401, String::new(), Vec::new()),
@@ -713,8 +713,8 @@ fn of_a_dataset_the_wanted_files_come_and_no_others() {
         let asked = server.asked();
         assert!(asked.iter().any(|request| request.what.contains(split)));
         assert!(asked.iter().all(|request| !request.what.contains("README")), "{asked:?}");
-        let of_cdn = asked.iter().find(|request| request.what.starts_with("CDN"));
-        assert!(of_cdn.is_none_or(|request| request.authorization.is_none()));
+        let cdn_request = asked.iter().find(|request| request.what.starts_with("CDN"));
+        assert!(cdn_request.is_none_or(|request| request.authorization.is_none()));
         assert_eq!(server.offline().dataset(NAME, "main", &choose).unwrap(), found);
         assert!(server.asked().is_empty());
     }
@@ -928,10 +928,10 @@ fn hostile_descriptions_of_a_model_are_errors_and_nothing_is_written_outside_the
                 refused += 1;
             }
         }
-        let beside = hub.cache.parent().unwrap();
-        if beside.exists() {
-            assert_eq!(fs::read_dir(beside).unwrap().count(), 1, "case {case} wrote outside the cache");
-            fs::remove_dir_all(beside).unwrap();
+        let parent = hub.cache.parent().unwrap();
+        if parent.exists() {
+            assert_eq!(fs::read_dir(parent).unwrap().count(), 1, "case {case} wrote outside the cache");
+            fs::remove_dir_all(parent).unwrap();
         }
     }
     assert!(found > 10 && refused > 10, "{found} found, {refused} refused");

@@ -33,7 +33,7 @@ impl<'a> Launched<'a> {
         let launcher = self.launcher.id();
         let mut found = Vec::new();
         wait_for("all ranks run", || {
-            found = children(launcher).into_iter().filter_map(|id| Some((rank_of(id, restart)?, id))).collect();
+            found = children(launcher).into_iter().filter_map(|id| Some((process_rank(id, restart)?, id))).collect();
             found.len() == count
         });
         found.sort_unstable();
@@ -68,7 +68,7 @@ pub(crate) fn wait_for(event: &str, mut so_far: impl FnMut() -> bool) {
 /// The child processes of `parent`.
 fn children(parent: u32) -> Vec<u32> {
     let ids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    ids.filter(|&id| stat(id).is_some_and(|(state, of)| of == parent && state != "Z")).collect()
+    ids.filter(|&id| stat(id).is_some_and(|(state, parent_id)| parent_id == parent && state != "Z")).collect()
 }
 
 /// State and parent of a process.
@@ -84,7 +84,7 @@ pub(crate) fn runs(id: u32) -> bool {
 }
 
 /// The rank of a process in this start of all ranks, from its environment.
-fn rank_of(id: u32, restart: usize) -> Option<usize> {
+fn process_rank(id: u32, restart: usize) -> Option<usize> {
     let vars = fs::read(format!("/proc/{id}/environ")).ok()?;
     let vars = String::from_utf8_lossy(&vars).into_owned();
     let var = |name: &str| vars.split('\0').find_map(|var| var.strip_prefix(name)?.strip_prefix('='));
@@ -109,8 +109,8 @@ fn an_error_of_all_ranks_is_one_line_each_and_one_that_names_a_rank() {
     assert!(names_a_rank, "{}", ran.stderr);
     assert!((1..=3).contains(&lines.len()), "{}", ran.stderr);
     for line in lines {
-        let own = ["[rank 1] ", "[rank 2] "].iter().find_map(|mark| line.strip_prefix(mark)).unwrap_or(line);
-        assert!(own.starts_with("error: nowhere: "), "{}", ran.stderr);
+        let text = ["[rank 1] ", "[rank 2] "].iter().find_map(|mark| line.strip_prefix(mark)).unwrap_or(line);
+        assert!(text.starts_with("error: nowhere: "), "{}", ran.stderr);
     }
 }
 

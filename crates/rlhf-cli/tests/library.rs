@@ -342,7 +342,7 @@ fn rates(update: usize) -> LearningRates {
 fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_them() {
     let dir = tempfile::tempdir().unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
-    let new = |out: &str, own: bool| {
+    let new = |out: &str, has_callbacks: bool| {
         let mut config = config(dir.path(), out);
         config.run.checkpoints.resume_from_checkpoint = Some(Resume::Latest);
         let mut parts = parts(&config);
@@ -360,7 +360,11 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
         };
         parts.rewards = brevity().with("look", FnReward::new::<f64>(look));
         let trainer = PpoTrainer::new(&config, parts).unwrap();
-        if own { trainer.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates) } else { trainer }
+        if has_callbacks {
+            trainer.with_order(|update| vec![update, 5, 0, update]).with_schedule(rates)
+        } else {
+            trainer
+        }
     };
     let stop_after = |updates: usize| {
         move |event: &Event<'_>| match event {
@@ -371,9 +375,9 @@ fn the_caller_may_bring_order_schedule_optimizers_and_reference_and_resume_with_
     new("whole", true).train().unwrap();
     let whole = dir.path().join("whole");
     let batches = seen.lock().unwrap().clone();
-    let of_updates: Vec<&Vec<String>> = batches.iter().filter(|batch| batch.len() == 4).collect();
-    assert_eq!(of_updates.len(), 5);
-    assert_eq!(of_updates[2], &["the capital of France", "a sing", "The movie", "the capital of France"]);
+    let update_batches: Vec<&Vec<String>> = batches.iter().filter(|batch| batch.len() == 4).collect();
+    assert_eq!(update_batches.len(), 5);
+    assert_eq!(update_batches[2], &["the capital of France", "a sing", "The movie", "the capital of France"]);
     let told = lines(&whole);
     for (update, line) in told.iter().enumerate() {
         let rates = rates(update);

@@ -43,16 +43,16 @@ pub(crate) fn adapter(name: &str) -> PathBuf {
     golden().join("lora").join(name)
 }
 
-pub(crate) fn base_of(name: &str) -> PathBuf {
+pub(crate) fn base_model_dir(name: &str) -> PathBuf {
     golden().join(read_json(&adapter(name).join("info.json"))["base"].as_str().unwrap())
 }
 
 fn base_rows(name: &str) -> Vec<Vec<i64>> {
-    Tensors::read(&base_of(name).join("golden.safetensors")).rows("unpadded.input_ids")
+    Tensors::read(&base_model_dir(name).join("golden.safetensors")).rows("unpadded.input_ids")
 }
 
 pub(crate) fn lm(name: &str) -> CausalLm {
-    let mut model = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+    let mut model = CausalLm::from_pretrained(&base_model_dir(name), ModelOptions::default()).unwrap();
     model.load_adapter(&adapter(name)).unwrap();
     model
 }
@@ -62,7 +62,7 @@ pub(crate) fn model(name: &str) -> CausalLm {
 }
 
 fn classifier(name: &str) -> SequenceClassifier {
-    let mut model = SequenceClassifier::from_pretrained(&base_of(name), None, ModelOptions::default()).unwrap();
+    let mut model = SequenceClassifier::from_pretrained(&base_model_dir(name), None, ModelOptions::default()).unwrap();
     model.load_adapter(&adapter(name)).unwrap();
     model
 }
@@ -113,7 +113,7 @@ fn logits_with_an_adapter_equal_pefts() {
             for (i, logits) in model.logits(&rows).unwrap().iter().enumerate() {
                 let part = golden.part("logits");
                 let expected = part.tensor.get(i as i64);
-                assert_close(&format!("{name}: {what}"), &part.of(logits), &expected, TOLERANCE);
+                assert_close(&format!("{name}: {what}"), &part.select(logits), &expected, TOLERANCE);
             }
         };
         check("beside the weights", &model);
@@ -165,12 +165,12 @@ fn adapters_beside_a_remainder_of_the_base_equal_pefts_and_are_saved_as_plain_on
             // PiSSA's base lacks its largest singular values. LAPACK rounds an SVD otherwise on other processors, and vectors of singular
             // values that are close turn by that over their distance: 4.6e-5 on a Xeon with AMX.
             let tolerance = if name.ends_with("pissa") { 1e-4 } else { TOLERANCE };
-            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, tolerance);
+            assert_close(&format!("{name}: {what}"), &part.select(&found), part.tensor, tolerance);
         };
         let mut model = lm(name);
         check("as read", &model);
         // The reference is the base of the folder, and no remainder of it.
-        let base = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        let base = CausalLm::from_pretrained(&base_model_dir(name), ModelOptions::default()).unwrap();
         assert_close(name, &model.base().unwrap().logits(&rows).unwrap()[0], &base.logits(&rows).unwrap()[0], 0.0);
 
         model.set_trainable(true);
@@ -195,7 +195,7 @@ fn adapters_beside_a_remainder_of_the_base_equal_pefts_and_are_saved_as_plain_on
         model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         let described = read_json(&out.path().join("adapter_config.json"));
         assert_eq!((&described["r"], &described["init_lora_weights"]), (&json!(8), &json!(true)));
-        let mut saved = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        let mut saved = CausalLm::from_pretrained(&base_model_dir(name), ModelOptions::default()).unwrap();
         saved.load_adapter(out.path()).unwrap();
         check("saved", &saved);
         model.merge_adapter();
@@ -214,11 +214,11 @@ fn adapters_of_embeddings_heads_and_tokens_give_pefts_logits_and_are_saved_as_mo
         let (part, rows) = (golden.part("logits"), base_rows(name));
         let check = |what: &str, model: &CausalLm| {
             let found = Tensor::stack(&model.logits(&rows).unwrap(), 0);
-            assert_close(&format!("{name}: {what}"), &part.of(&found), part.tensor, TOLERANCE);
+            assert_close(&format!("{name}: {what}"), &part.select(&found), part.tensor, TOLERANCE);
         };
         let mut model = lm(name);
         check("as read", &model);
-        let base = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        let base = CausalLm::from_pretrained(&base_model_dir(name), ModelOptions::default()).unwrap();
         assert_close(name, &model.base().unwrap().logits(&rows).unwrap()[0], &base.logits(&rows).unwrap()[0], 0.0);
         model.set_trainable(true);
         for module in changed {
@@ -231,7 +231,7 @@ fn adapters_of_embeddings_heads_and_tokens_give_pefts_logits_and_are_saved_as_mo
         model.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         let described = read_json(&out.path().join("adapter_config.json"));
         assert_eq!((&described["modules_to_save"], &described["trainable_token_indices"]), (&modules, &Value::Null));
-        let mut saved = CausalLm::from_pretrained(&base_of(name), ModelOptions::default()).unwrap();
+        let mut saved = CausalLm::from_pretrained(&base_model_dir(name), ModelOptions::default()).unwrap();
         saved.load_adapter(out.path()).unwrap();
         check("saved", &saved);
         model.merge_adapter();
@@ -241,10 +241,10 @@ fn adapters_of_embeddings_heads_and_tokens_give_pefts_logits_and_are_saved_as_mo
 
 #[test]
 fn the_head_of_gpt_neox_is_saved_under_pefts_name_and_read_under_that_and_its_own() {
-    let name = |of: &str, end: &str| format!("base_model.model.{of}.{end}");
-    for given in ["lm_head", "embed_out"] {
+    let name = |module: &str, end: &str| format!("base_model.model.{module}.{end}");
+    for module in ["lm_head", "embed_out"] {
         let mut trained = model("gpt_neox");
-        trained.add_adapter(&LoraConfig { modules_to_save: vec![given.into()], ..config() }, 1).unwrap();
+        trained.add_adapter(&LoraConfig { modules_to_save: vec![module.into()], ..config() }, 1).unwrap();
         trained.set_trainable(true);
         stir(trained.params());
         let head = trained.trainable_params().find(|param| param.name == "embed_out.weight").unwrap();
@@ -254,12 +254,12 @@ fn the_head_of_gpt_neox_is_saved_under_pefts_name_and_read_under_that_and_its_ow
         trained.save_pretrained(out.path(), &[0], None, usize::MAX).unwrap();
         let check = |dir: &Path| {
             let described = read_json(&dir.join("adapter_config.json"));
-            assert_eq!(described["modules_to_save"], json!(["lm_head"]), "{given}");
+            assert_eq!(described["modules_to_save"], json!(["lm_head"]), "{module}");
             let file = Checkpoint::open_file(&dir.join("adapter_model.safetensors")).unwrap();
             let saved: Vec<&str> = file.names().filter(|name| !name.contains("lora_")).collect();
-            assert_eq!(saved, [name("lm_head", "weight")], "{given}");
+            assert_eq!(saved, [name("lm_head", "weight")], "{module}");
             let opened = CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap();
-            assert_close(given, &opened.logits(&IDS).unwrap()[0], &expected, 0.0);
+            assert_close(module, &opened.logits(&IDS).unwrap()[0], &expected, 0.0);
         };
         check(out.path());
         // A folder of earlier versions has the name of the model's files.
@@ -268,7 +268,8 @@ fn the_head_of_gpt_neox_is_saved_under_pefts_name_and_read_under_that_and_its_ow
         described["modules_to_save"] = json!(["embed_out"]);
         std::fs::write(old.path().join("adapter_config.json"), described.to_string()).unwrap();
         let file = Checkpoint::open_file(&out.path().join("adapter_model.safetensors")).unwrap();
-        let read = |of: &str| (of.replace("lm_head", "embed_out"), file.read(of, Device::Cpu, Kind::Float).unwrap());
+        let read =
+            |name: &str| (name.replace("lm_head", "embed_out"), file.read(name, Device::Cpu, Kind::Float).unwrap());
         let tensors: Vec<(String, Tensor)> = file.names().map(read).collect();
         Tensor::write_safetensors(&tensors, old.path().join("adapter_model.safetensors")).unwrap();
         let opened = CausalLm::from_pretrained(old.path(), ModelOptions::default()).unwrap();
@@ -279,26 +280,26 @@ fn the_head_of_gpt_neox_is_saved_under_pefts_name_and_read_under_that_and_its_ow
         SequenceClassifier::from_pretrained(out.path(), Some(1), ModelOptions::default()).unwrap();
     }
     // So has a product of low rank for the head.
-    let own = model("gpt_neox");
-    let base = own.params().iter().find(|param| param.name == "embed_out.weight").unwrap().tensor.detach();
+    let tied_model = model("gpt_neox");
+    let base = tied_model.params().iter().find(|param| param.name == "embed_out.weight").unwrap().tensor.detach();
     let &[rows, width] = base.size().as_slice() else { panic!() };
     let plain = Checkpoint::open_file(&adapter("gpt_neox").join("adapter_model.safetensors")).unwrap();
     let mut described = read_json(&adapter("gpt_neox").join("adapter_config.json"));
     let (r, alpha) = (described["r"].as_i64().unwrap(), described["lora_alpha"].as_f64().unwrap());
     let waves = |sizes: [i64; 2]| Tensor::arange(sizes[0] * sizes[1], (Kind::Float, Device::Cpu)).sin().view(sizes);
     let (a, b) = (waves([r, width]), waves([rows, r]));
-    for of in ["lm_head", "embed_out"] {
+    for module in ["lm_head", "embed_out"] {
         let dir = tempfile::tempdir().unwrap();
-        described["target_modules"] = json!(["query_key_value", of]);
+        described["target_modules"] = json!(["query_key_value", module]);
         std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
         let read = |name: &str| (name.to_string(), plain.read(name, Device::Cpu, Kind::Float).unwrap());
         let mut tensors: Vec<(String, Tensor)> = plain.names().map(read).collect();
-        tensors.extend([(name(of, "lora_A.weight"), a.copy()), (name(of, "lora_B.weight"), b.copy())]);
+        tensors.extend([(name(module, "lora_A.weight"), a.copy()), (name(module, "lora_B.weight"), b.copy())]);
         Tensor::write_safetensors(&tensors, dir.path().join("adapter_model.safetensors")).unwrap();
         let mut opened = model("gpt_neox");
         opened.load_adapter(dir.path()).unwrap();
         let head = opened.params().iter().find(|param| param.name == "embed_out.weight").unwrap();
-        assert_close(of, &head.tensor, &(&base + b.matmul(&a) * (alpha / r as f64)), 1e-6);
+        assert_close(module, &head.tensor, &(&base + b.matmul(&a) * (alpha / r as f64)), 1e-6);
     }
 }
 
@@ -312,7 +313,7 @@ fn changed_embeddings_that_do_not_fit_are_one_line() {
         let kept: Vec<(String, Tensor)> = kept.map(|name| (name.to_string(), read(name))).collect();
         Tensor::write_safetensors(&kept, dir.path().join("adapter_model.safetensors")).unwrap();
         let mut described = read_json(&adapter(name).join("adapter_config.json"));
-        described["base_model_name_or_path"] = json!(base_of(name));
+        described["base_model_name_or_path"] = json!(base_model_dir(name));
         changes.iter().for_each(|(key, value)| described[*key] = value.clone());
         std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
         let opened = CausalLm::from_pretrained(dir.path(), ModelOptions::default());
@@ -378,17 +379,17 @@ fn changed_embeddings_that_do_not_fit_are_one_line() {
     let read = |name: &str| (name.to_string(), stored.read(name, Device::Cpu, Kind::Float).unwrap());
     let name = "base_model.model.model.embed_tokens.weight";
     let write = |rows: i64| {
-        let own = Tensor::arange(rows * 32, (Kind::Float, Device::Cpu)).sin().view([rows, 32]);
-        let tensors: Vec<_> = stored.names().map(read).chain([(name.to_string(), own.copy())]).collect();
+        let rows_tensor = Tensor::arange(rows * 32, (Kind::Float, Device::Cpu)).sin().view([rows, 32]);
+        let tensors: Vec<_> = stored.names().map(read).chain([(name.to_string(), rows_tensor.copy())]).collect();
         Tensor::write_safetensors(&tensors, dir.path().join("adapter_model.safetensors")).unwrap();
-        own
+        rows_tensor
     };
     std::fs::copy(source.join("adapter_config.json"), dir.path().join("adapter_config.json")).unwrap();
-    let own = write(400);
+    let written = write(400);
     let mut opened = model("llama_untied");
     opened.load_adapter(dir.path()).unwrap();
     let found = opened.params().iter().find(|param| param.name == "model.embed_tokens.weight").unwrap();
-    assert_eq!(found.tensor.detach(), own);
+    assert_eq!(found.tensor.detach(), written);
     let _ = write(402);
     let error = model("llama_untied").load_adapter(dir.path()).unwrap_err().to_string();
     assert!(error.contains(&format!("tensor `{name}`: expected [400, 32], found [402, 32]")), "{error}");
@@ -513,8 +514,8 @@ fn a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it() {
         model.set_trainable(true);
         let (lora, head): (Vec<_>, Vec<_>) = model.trainable_params().partition(|param| param.name.contains("lora_"));
         assert_eq!(lora.len(), 2 * targets * layers as usize, "{name}");
-        let of_head = |param: &&Param| ["classifier.", "pre_classifier."].iter().any(|at| param.name.starts_with(at));
-        assert!(!head.is_empty() && head.iter().all(of_head), "{name}");
+        let is_head = |param: &&Param| ["classifier.", "pre_classifier."].iter().any(|at| param.name.starts_with(at));
+        assert!(!head.is_empty() && head.iter().all(is_head), "{name}");
     }
 }
 
@@ -589,7 +590,7 @@ fn refusal(key: &str, value: Value) -> String {
     )
     .unwrap();
     let mut described = read_json(&adapter("llama_untied").join("adapter_config.json"));
-    described["base_model_name_or_path"] = json!(base_of("llama_untied"));
+    described["base_model_name_or_path"] = json!(base_model_dir("llama_untied"));
     described[key] = value;
     std::fs::write(dir.path().join("adapter_config.json"), described.to_string()).unwrap();
     match CausalLm::from_pretrained(dir.path(), ModelOptions::default()) {
@@ -677,13 +678,13 @@ fn layers_to_transform_counts_the_lists_that_peft_counts() {
     let stored = Checkpoint::open_file(&adapter("t5").join("adapter_model.safetensors")).unwrap();
     let read = |name: &str| (name.to_string(), stored.read(name, Device::Cpu, Kind::Float).unwrap());
     // In T5's names the last number is that of the part of a block: 0 is its own attention, 1 that to the encoder in the decoder.
-    let own = |name: &str| name.contains(".layer.0.");
+    let is_own_attention = |name: &str| name.contains(".layer.0.");
     let first = |name: &str| name.contains(".block.0.");
     type Selects<'a> = &'a dyn Fn(&str) -> bool;
     let cases: [(Value, Value, Selects<'_>); 4] = [
-        (json!([0]), json!(null), &own),
+        (json!([0]), json!(null), &is_own_attention),
         (json!(1), json!(null), &|name| name.contains(".layer.1.")),
-        (json!([0]), json!("layer"), &own),
+        (json!([0]), json!("layer"), &is_own_attention),
         (json!([0]), json!(["layers", "block"]), &first),
     ];
     for (layers, pattern, selects) in cases {
@@ -696,7 +697,7 @@ fn layers_to_transform_counts_the_lists_that_peft_counts() {
             let kept: Vec<(String, Tensor)> = stored.names().filter(|name| keeps(name)).map(read).collect();
             assert!(!kept.is_empty() && kept.len() < stored.names().count(), "{layers}, {pattern}");
             Tensor::write_safetensors(&kept, dir.path().join("adapter_model.safetensors")).unwrap();
-            let mut opened = CausalLm::from_pretrained(&base_of("t5"), ModelOptions::default()).unwrap();
+            let mut opened = CausalLm::from_pretrained(&base_model_dir("t5"), ModelOptions::default()).unwrap();
             opened.load_adapter(dir.path()).map(|()| (opened, kept.len()))
         };
         let (opened, count) = open(selects).unwrap();
@@ -719,15 +720,15 @@ fn a_second_adapter_is_refused_until_the_first_is_folded_in() {
 #[test]
 fn merging_into_bf16_keeps_the_f32_sum_until_it_is_rounded_once() {
     let options = ModelOptions { dtype: Dtype::BFloat16, ..ModelOptions::default() };
-    let mut model = CausalLm::from_pretrained(&base_of("gpt2"), options).unwrap();
+    let mut model = CausalLm::from_pretrained(&base_model_dir("gpt2"), options).unwrap();
     model.load_adapter(&adapter("gpt2")).unwrap();
     model.merge_adapter();
     let name = "transformer.h.0.attn.c_attn.weight";
-    let base = Checkpoint::open(&base_of("gpt2")).unwrap();
+    let base = Checkpoint::open(&base_model_dir("gpt2")).unwrap();
     let base = base.read(name, Device::Cpu, Kind::BFloat16).unwrap().to_kind(Kind::Float);
     let lora = Tensors::read(&adapter("gpt2").join("adapter_model.safetensors"));
-    let of = |end: &str| lora.get(&format!("base_model.model.transformer.h.0.attn.c_attn.lora_{end}.weight"));
-    let sum = base + (of("B").matmul(of("A")) * 1.5).tr();
+    let matrix = |end: &str| lora.get(&format!("base_model.model.transformer.h.0.attn.c_attn.lora_{end}.weight"));
+    let sum = base + (matrix("B").matmul(matrix("A")) * 1.5).tr();
     let found =
         |model: &CausalLm| model.params().iter().find(|param| param.name == name).unwrap().tensor.shallow_clone();
     assert_eq!(found(&model), sum);
@@ -765,8 +766,8 @@ fn ppo_starts_at_the_exact_sum_of_an_adapter_and_a_bf16_base_and_so_does_its_ref
         let found = tensors(&scratch.path(dir));
         assert_eq!(found.len(), sum.len(), "{dir}");
         for (name, tensor) in &found {
-            let (_, of_sum) = sum.iter().find(|(known, _)| known == name).unwrap();
-            assert!(*tensor == expected(name, of_sum), "{dir}: {name}");
+            let (_, summed) = sum.iter().find(|(known, _)| known == name).unwrap();
+            assert!(*tensor == expected(name, summed), "{dir}: {name}");
         }
     };
     for (bf16, use_peft) in [(false, false), (true, false), (false, true), (true, true)] {

@@ -1,7 +1,7 @@
 //! Models against transformers' values (`tests/golden/models`), and against themselves: batching changes nothing.
 
 use crate::cli::Scratch;
-use crate::support::{Tensors, assert_close, given_golden, golden, model_options, read_json, say};
+use crate::support::{Tensors, assert_close, chosen_golden, golden, model_options, read_json, say};
 use rlhf::generate::{FinishReason, GenerationConfig, Response, Sampling, StopStrings, generate};
 use rlhf::model::{
     Batch, CausalLm, CausalLmWithValueHead, ClassifierFormat, Dtype, JointBatch, LogprobOptions, LoraConfig,
@@ -27,7 +27,7 @@ enum Hold {
 
 /// The golden model folders of a kind; prints which, so that a log shows what was run.
 fn folders(hold: Hold) -> Vec<PathBuf> {
-    let dir = given_golden().join("models");
+    let dir = chosen_golden().join("models");
     let kind = |path: &Path| {
         let config = ModelConfig::from_dir(path).unwrap();
         match (config.is_sequence_classifier(), config.causal) {
@@ -58,9 +58,9 @@ fn is_dynamic(model: &ModelConfig) -> bool {
 
 /// Golden values lie beside the model, or, for a sharded save, beside its namesake.
 fn values(dir: &Path) -> Tensors {
-    let own = dir.join("golden.safetensors");
+    let file = dir.join("golden.safetensors");
     let namesake = dir.to_str().unwrap().replace("_sharded", "");
-    Tensors::read(&if own.is_file() { own } else { Path::new(&namesake).join("golden.safetensors") })
+    Tensors::read(&if file.is_file() { file } else { Path::new(&namesake).join("golden.safetensors") })
 }
 
 /// The real tokens of each row, and where they lie in the padded row.
@@ -90,7 +90,7 @@ fn logits_and_hidden_states_equal_transformers_in_every_padding() {
                 for (i, (_, places)) in rows.iter().enumerate() {
                     let part = golden.part("alone.logits");
                     let alone = part.tensor.get(i as i64).index_select(0, &Tensor::from_slice(places));
-                    assert_close(&format!("{}: row {i}", dir.display()), &part.of(&logits[i]), &alone, TOLERANCE);
+                    assert_close(&format!("{}: row {i}", dir.display()), &part.select(&logits[i]), &alone, TOLERANCE);
                 }
                 continue;
             }
@@ -101,7 +101,7 @@ fn logits_and_hidden_states_equal_transformers_in_every_padding() {
                     let part = golden.part(&format!("{set}.{name}"));
                     let expected = part.tensor.get(i as i64).index_select(0, &places);
                     let what = format!("{}: {set} row {i}: {name}", dir.display());
-                    assert_close(&what, &part.of(found), &expected, TOLERANCE);
+                    assert_close(&what, &part.select(found), &expected, TOLERANCE);
                 }
             }
             if set == "unpadded" {
@@ -168,7 +168,7 @@ fn config(sampling: Sampling, max_new_tokens: usize, stop: &[i64], batch_size: u
 
 #[test]
 fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
-    let index = read_json(&given_golden().join("models/index.json"));
+    let index = read_json(&chosen_golden().join("models/index.json"));
     for dir in folders(Hold::Lm) {
         let golden = values(&dir);
         let model = CausalLm::from_pretrained(&dir, model_options()).unwrap();
@@ -194,10 +194,10 @@ fn greedy_tokens_equal_transformers_generate_with_and_without_eos() {
         }
         let responses = generate(&model, &prompts, &config(Sampling::Greedy, 16, &[], 4)).unwrap();
         let name = dir.file_name().unwrap().to_str().unwrap().replace("_sharded", "");
-        let own_eos = index["models"][name.as_str()]["eos_token_id"].as_i64().unwrap();
+        let model_eos = index["models"][name.as_str()]["eos_token_id"].as_i64().unwrap();
         for (response, expected) in responses.iter().zip(golden.rows("greedy.tokens")) {
             // `generate` was called for 16 tokens, and still stops at the model's own eos.
-            let len = expected.iter().position(|&id| id == own_eos).map_or(expected.len(), |at| at + 1);
+            let len = expected.iter().position(|&id| id == model_eos).map_or(expected.len(), |at| at + 1);
             assert_eq!(response.tokens[..len], expected[..len], "{}", dir.display());
         }
 
@@ -656,7 +656,7 @@ fn the_reward_is_the_given_label() {
 
 #[test]
 fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tokenizer_is() {
-    let golden = of_models("roberta_cls3");
+    let golden = model_folder("roberta_cls3");
     let config = read_json(&golden.join("config.json"));
     let rows = [vec![0i64, 10, 11, 12, 2], vec![0, 12, 2]];
     let logits = |dir: &Path| {
@@ -665,29 +665,29 @@ fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tok
     };
     let (expected, _) = logits(&golden);
     // transformers' default is the id 1, which is also that of the golden model.
-    for own in [Some(json!(1)), Some(json!(null)), None] {
+    for stored_pad in [Some(json!(1)), Some(json!(null)), None] {
         let from = tempfile::tempdir().unwrap();
         std::fs::copy(golden.join("model.safetensors"), from.path().join("model.safetensors")).unwrap();
         let mut config = config.clone();
         config.as_object_mut().unwrap().remove("pad_token_id");
-        if let Some(own) = &own {
-            config["pad_token_id"] = own.clone();
+        if let Some(stored_pad) = &stored_pad {
+            config["pad_token_id"] = stored_pad.clone();
         }
         std::fs::write(from.path().join("config.json"), config.to_string()).unwrap();
         let (found, model) = logits(from.path());
-        assert_close(&format!("{own:?}"), &found, &expected, 0.0);
-        assert_eq!((model.config().position_offset, model.config().max_position_embeddings), (2, 64), "{own:?}");
+        assert_close(&format!("{stored_pad:?}"), &found, &expected, 0.0);
+        assert_eq!((model.config().position_offset, model.config().max_position_embeddings), (2, 64), "{stored_pad:?}");
         for pad in [Some(7), Some(300), None] {
             let out = tempfile::tempdir().unwrap();
             model.save_pretrained(out.path(), &[2], pad, usize::MAX).unwrap();
             let (again, saved) = logits(out.path());
-            assert_close(&format!("{own:?}, saved with {pad:?}"), &again, &expected, 0.0);
+            assert_close(&format!("{stored_pad:?}, saved with {pad:?}"), &again, &expected, 0.0);
             assert_eq!(saved.config().position_offset, 2);
             assert_eq!(read_json(&out.path().join("config.json"))["pad_token_id"], 1);
         }
     }
     // Other families have the tokenizer's.
-    let bert = of_models("bert_cls2");
+    let bert = model_folder("bert_cls2");
     let bert = SequenceClassifier::from_pretrained(&bert, None, ModelOptions::default()).unwrap();
     let out = tempfile::tempdir().unwrap();
     bert.save_pretrained(out.path(), &[2], Some(7), usize::MAX).unwrap();
@@ -697,7 +697,7 @@ fn a_saved_roberta_counts_positions_from_its_own_pad_id_whatever_that_of_the_tok
 #[test]
 fn positions_that_a_deberta_does_not_use_are_ignored_and_those_that_it_uses_are_required() {
     let copy = |name: &str, change: &dyn Fn(&mut Named)| {
-        let (from, out) = (of_models(name), tempfile::tempdir().unwrap());
+        let (from, out) = (model_folder(name), tempfile::tempdir().unwrap());
         let mut tensors = file(&from);
         change(&mut tensors);
         rlhf::weights::save(out.path(), &tensors, usize::MAX).unwrap();
@@ -709,7 +709,7 @@ fn positions_that_a_deberta_does_not_use_are_ignored_and_those_that_it_uses_are_
     let positions = "deberta.embeddings.position_embeddings.weight";
     let table = Tensor::ones([64, 32], (tch::Kind::Float, tch::Device::Cpu));
     let left = copy("deberta_cls1", &|tensors| tensors.push((positions.into(), table.shallow_clone())));
-    assert_close("left", &logits(left.path()), &logits(&of_models("deberta_cls1")), 0.0);
+    assert_close("left", &logits(left.path()), &logits(&model_folder("deberta_cls1")), 0.0);
     let without = copy("deberta_cls2", &|tensors| tensors.retain(|(name, _)| name != positions));
     let error = open(without.path()).unwrap_err().to_string();
     assert!(error.contains(&format!("missing `{positions}`")) && !error.contains('\n'), "{error}");
@@ -723,7 +723,7 @@ fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
     for param in params.iter().filter(|param| !param.fixed) {
         let what = format!("{}: gradient of {}", dir.display(), param.name);
         let part = expected.part(&param.name);
-        assert_close(&what, &part.of(&param.tensor.grad()), part.tensor, (5.0 * rounding).max(2e-5 * most));
+        assert_close(&what, &part.select(&param.tensor.grad()), part.tensor, (5.0 * rounding).max(2e-5 * most));
         names.retain(|name| name.split('[').next() != Some(param.name.as_str()));
     }
     assert!(names.is_empty(), "{}: no parameter {names:?}", dir.display());
@@ -731,7 +731,7 @@ fn assert_gradients(dir: &Path, params: &[Param], info: &serde_json::Value) {
 
 #[test]
 fn gradients_of_every_parameter_equal_autograd_of_transformers() {
-    let index = read_json(&given_golden().join("models/index.json"));
+    let index = read_json(&chosen_golden().join("models/index.json"));
     let info = |dir: &Path| index["models"][dir.file_name().unwrap().to_str().unwrap()]["grads"].clone();
     let mut compared = 0;
     for dir in folders(Hold::Lm).into_iter().filter(|dir| dir.join("grads.safetensors").is_file()) {
@@ -809,7 +809,7 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
     let options = ModelOptions::default();
     let model = CausalLmWithValueHead::from_pretrained(&dir, ValueHeadInit::Checkpoint, options).unwrap();
     let rows = real_tokens(&golden, "right");
-    let (sequences, expected) = (rows_of(&rows), values_of(&golden, &rows));
+    let (sequences, expected) = (token_rows(&rows), values_of(&golden, &rows));
     let spans: Vec<_> = sequences.iter().map(|row| 0..row.len()).collect();
     assert_close("v_head.summary", &model.values_at(&sequences, &spans).unwrap(), &expected, TOLERANCE);
     let (from_2, from_1): (Vec<_>, Vec<_>) = sequences.iter().map(|row| (2..row.len(), 1..row.len())).unzip();
@@ -828,7 +828,7 @@ fn value_heads_of_trl_and_deepspeed_chat_give_their_values_and_keep_their_names(
         let golden = Tensors::read(&dir.join("golden.safetensors"));
         let model = SequenceClassifier::from_pretrained(&dir, None, options).unwrap();
         let rows = real_tokens(&golden, "right");
-        let sequences = rows_of(&rows);
+        let sequences = token_rows(&rows);
         let spans: Vec<_> = sequences.iter().map(|row| 0..row.len()).collect();
         assert_close(name, &model.values_at(&sequences, &spans).unwrap(), &values_of(&golden, &rows), TOLERANCE);
         let out = tempfile::tempdir().unwrap();
@@ -898,7 +898,7 @@ fn a_value_head_starts_fresh_or_as_a_reward_models() {
     }
 }
 
-fn of_models(name: &str) -> PathBuf {
+fn model_folder(name: &str) -> PathBuf {
     golden().join("models").join(name)
 }
 
@@ -906,7 +906,7 @@ fn golden_dir(name: &str) -> PathBuf {
     golden().join("value_heads").join(name)
 }
 
-fn rows_of(rows: &[(Vec<i64>, Vec<i64>)]) -> Vec<Vec<i64>> {
+fn token_rows(rows: &[(Vec<i64>, Vec<i64>)]) -> Vec<Vec<i64>> {
     rows.iter().map(|(tokens, _)| tokens.clone()).collect()
 }
 
@@ -1041,8 +1041,8 @@ fn rotary_settings_that_do_not_fit_are_refused_in_one_line_with_the_field() {
     assert_eq!(*yarn, *ModelConfig::from_dir(&golden().join("models/llama_yarn")).unwrap());
     let long = with("phi3_long", serde_json::json!({"rope_type": "yarn"})).unwrap();
     assert_eq!(*long, *ModelConfig::from_dir(&golden().join("models/phi3_long")).unwrap());
-    let given = with("llama_yarn", serde_json::json!({"attention_factor": 0.25})).unwrap();
-    assert!(matches!(given.ropes[0].scaling, RopeScaling::Yarn { attention_factor: 0.25, .. }));
+    let config = with("llama_yarn", serde_json::json!({"attention_factor": 0.25})).unwrap();
+    assert!(matches!(config.ropes[0].scaling, RopeScaling::Yarn { attention_factor: 0.25, .. }));
     let longest = with("llama_yarn", serde_json::json!({"factor": 8.0})).unwrap().max_position_embeddings;
     assert_eq!(longest, 512, "the factor times the length of pretraining");
 }
@@ -1072,12 +1072,12 @@ fn fields_of_later_families_have_transformers_defaults_and_wrong_ones_are_refuse
     // GPT-NeoX has names of its own for these: transformers ignores the common ones beside the other fields.
     same("gpt_neox", r#"{"rope_parameters": null, "rope_theta": 3.0, "partial_rotary_factor": 1.0}"#);
     same("gpt_neox", r#"{"rope_parameters": null, "rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_theta": 3.0}"#);
-    let given = serde_json::json!({
+    let changes = serde_json::json!({
         "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": false, "sliding_window": 3
     });
-    assert_eq!(changed("smollm3", &given).unwrap().windows, [Some(3), None], "as transformers builds its masks");
-    let given = serde_json::json!({"layer_types": null, "use_sliding_window": false, "sliding_window": 3});
-    assert_eq!(changed("smollm3", &given).unwrap().windows, [None, None]);
+    assert_eq!(changed("smollm3", &changes).unwrap().windows, [Some(3), None], "as transformers builds its masks");
+    let changes = serde_json::json!({"layer_types": null, "use_sliding_window": false, "sliding_window": 3});
+    assert_eq!(changed("smollm3", &changes).unwrap().windows, [None, None]);
     let mixed = changed("olmo3", &serde_json::json!({"layer_types": null})).unwrap();
     assert_eq!((&mixed.windows, &mixed.layer_ropes), (&vec![Some(5); 2], &vec![Some(1); 2]), "three of four have one");
     for (model, changes, message) in [
@@ -1186,8 +1186,8 @@ fn write_with_other_parts([from, dir]: [&Path; 2], (whole, others): (&str, [&str
 
 #[test]
 fn merging_into_a_model_for_text_and_images_says_which_parts_the_merged_model_lacks() {
-    let scratch = Scratch::of_family("llama_untied");
-    let mut config = read_json(&of_models("qwen3_5").join("config.json"));
+    let scratch = Scratch::with_policy("llama_untied");
+    let mut config = read_json(&model_folder("qwen3_5").join("config.json"));
     config["vocab_size"] = json!(400);
     scratch.write("policy/config.json", &config.to_string());
     let sft = "sft --dataset_name demos.jsonl --max_steps 1 --no_report";
@@ -1213,7 +1213,7 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
         ("lfm2_moe", "lfm2_vl", "Lfm2MoeForCausalLM", ["model.vision_tower.x.y", "model.multi_modal_projector.z"]),
         ("gemma4_moe", "gemma4", "Gemma4ForCausalLM", ["model.vision_tower.x.weight", "model.embed_vision.y.weight"]),
     ] {
-        let (dir, whole) = (of_models(name), tempfile::tempdir().unwrap());
+        let (dir, whole) = (model_folder(name), tempfile::tempdir().unwrap());
         let tied = write_with_other_parts([&dir, whole.path()], (whole_name, left_out));
         let ids = [vec![5i64, 6, 7, 8, 9, 10, 11]];
         let logits = |dir: &Path| {
@@ -1233,8 +1233,8 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
         let out = tempfile::tempdir().unwrap();
         model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
         let saved = read_json(&out.path().join("config.json"));
-        let of_golden = read_json(&dir.join("config.json"));
-        assert_eq!((&saved["model_type"], &saved["architectures"]), (&of_golden["model_type"], &json!([class])));
+        let golden_config = read_json(&dir.join("config.json"));
+        assert_eq!((&saved["model_type"], &saved["architectures"]), (&golden_config["model_type"], &json!([class])));
         assert_close(name, &logits(out.path()).0, &expected, 0.0);
     }
 }
@@ -1243,7 +1243,7 @@ fn the_text_part_of_newer_models_for_text_and_images_is_read_and_is_saved_as_a_t
 fn decay_of_weights_is_that_of_transformers_in_layers_with_a_state() {
     // Of `Trainer.get_decay_parameter_names` of transformers 5.23: norms and tensors named a bias are spared, and rates of decay are not.
     for name in ["lfm2", "qwen3_5", "lfm2_moe", "gemma4_moe"] {
-        let model = CausalLm::from_pretrained(&of_models(name), ModelOptions::default()).unwrap();
+        let model = CausalLm::from_pretrained(&model_folder(name), ModelOptions::default()).unwrap();
         for param in model.params() {
             let decays = ["A_log", "router.scale", "per_expert_scale"].iter().any(|end| param.name.ends_with(end));
             let is_spared = param.tensor.dim() == 1 && !decays;
@@ -1256,7 +1256,7 @@ fn decay_of_weights_is_that_of_transformers_in_layers_with_a_state() {
 fn configs_of_layers_with_a_state_have_transformers_defaults_and_what_is_not_computed_is_refused() {
     let same = |model: &str, changes: serde_json::Value| {
         let found = changed(model, &changes).unwrap();
-        assert_eq!(*found, *ModelConfig::from_dir(&of_models(model)).unwrap(), "{model}: {changes}");
+        assert_eq!(*found, *ModelConfig::from_dir(&model_folder(model)).unwrap(), "{model}: {changes}");
     };
     same("lfm2", json!({"layer_types": null, "full_attn_idxs": [1]}));
     same(
@@ -1322,16 +1322,16 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
         rlhf::model::ModelSizes::shapes_of_causal_lm(&config, path).unwrap()
     };
     let check = |all: &[(String, Vec<i64>)], prefix: &str, expected: &[(&str, &[i64])]| {
-        let own: Vec<(&str, &[i64])> =
+        let shapes: Vec<(&str, &[i64])> =
             all.iter().filter_map(|(name, shape)| Some((name.strip_prefix(prefix)?, shape.as_slice()))).collect();
-        assert_eq!(own, expected, "{prefix}");
+        assert_eq!(shapes, expected, "{prefix}");
     };
     let mlp = |gate: &'static str, up: &'static str, down: &'static str, width: &'static [[i64; 2]; 2]| {
         vec![(gate, &width[0][..]), (up, &width[0][..]), (down, &width[1][..])]
     };
     let all = shapes(lfm2);
     assert_eq!(all.iter().map(|(_, shape)| shape.iter().product::<i64>()).sum::<i64>(), 1_170_340_608);
-    let of_mlp = || {
+    let mlp_shapes = || {
         let names = ("feed_forward.w1.weight", "feed_forward.w3.weight", "feed_forward.w2.weight");
         [vec![("ffn_norm.weight", &[2048i64][..])], mlp(names.0, names.1, names.2, &[[8192, 2048], [2048, 8192]])]
             .concat()
@@ -1342,7 +1342,7 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
         ("conv.conv.weight", &[2048, 1, 3]),
         ("conv.out_proj.weight", &[2048, 2048]),
     ];
-    check(&all, "model.layers.0.", &[conv, of_mlp()].concat());
+    check(&all, "model.layers.0.", &[conv, mlp_shapes()].concat());
     let attention: Vec<(&str, &[i64])> = vec![
         ("operator_norm.weight", &[2048]),
         ("self_attn.q_proj.weight", &[2048, 2048]),
@@ -1352,11 +1352,11 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
         ("self_attn.k_layernorm.weight", &[64]),
         ("self_attn.out_proj.weight", &[2048, 2048]),
     ];
-    check(&all, "model.layers.2.", &[attention, of_mlp()].concat());
+    check(&all, "model.layers.2.", &[attention, mlp_shapes()].concat());
     check(&all, "model.e", &[("mbed_tokens.weight", &[65536, 2048]), ("mbedding_norm.weight", &[2048])]);
 
     let all = shapes(qwen);
-    let of_mlp = || {
+    let mlp_shapes = || {
         let names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight");
         let norm = vec![("post_attention_layernorm.weight", &[1024i64][..])];
         [norm, mlp(names.0, names.1, names.2, &[[3584, 1024], [1024, 3584]])].concat()
@@ -1373,7 +1373,7 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
         ("linear_attn.conv1d.weight", &[6144, 1, 4]),
         ("linear_attn.out_proj.weight", &[1024, 2048]),
     ];
-    check(&all, "model.layers.0.", &[delta, of_mlp()].concat());
+    check(&all, "model.layers.0.", &[delta, mlp_shapes()].concat());
     let attention: Vec<(&str, &[i64])> = vec![
         ("input_layernorm.weight", &[1024]),
         ("self_attn.q_proj.weight", &[4096, 1024]),
@@ -1383,7 +1383,7 @@ fn names_and_shapes_of_public_models_with_a_state_are_those_of_their_files() {
         ("self_attn.k_norm.weight", &[256]),
         ("self_attn.o_proj.weight", &[1024, 2048]),
     ];
-    check(&all, "model.layers.3.", &[attention, of_mlp()].concat());
+    check(&all, "model.layers.3.", &[attention, mlp_shapes()].concat());
     assert_eq!(all.len(), 2 + 18 * 14 + 6 * 11);
 }
 
@@ -1476,10 +1476,10 @@ fn reward_models_of_openrlhf_and_llama_factory_are_opened_with_their_heads_and_o
     let bias = Tensor::from_slice(&[0.25f32]);
     let [weight_name, bias_name] = ["v_head.summary.weight", "v_head.summary.bias"];
     let head: Named = vec![(weight_name.into(), read("score.weight")), (bias_name.into(), bias.shallow_clone())];
-    let beside = folder(&config, "", &[lm_head()]);
-    rlhf::weights::save_file(&beside.path().join("value_head.safetensors"), &head).unwrap();
+    let separate = folder(&config, "", &[lm_head()]);
+    rlhf::weights::save_file(&separate.path().join("value_head.safetensors"), &head).unwrap();
     let within = folder(&config, weight_name, &[lm_head(), (bias_name, bias)]);
-    for made in [&beside, &within] {
+    for made in [&separate, &within] {
         assert_close("value head", &scores(made.path()), &(&expected + 0.25), 1e-6);
         let (again, class) = saved(made.path());
         assert_close("saved", &again, &(&expected + 0.25), 1e-6);
@@ -1570,11 +1570,11 @@ fn experts_in_one_tensor_for_all_of_a_layer_are_read_and_are_saved_one_by_one() 
         ("qwen3_5_moe", ["gate_proj", "up_proj", "down_proj"]),
         ("lfm2_moe", ["w1", "w3", "w2"]),
     ] {
-        let dir = of_models(name);
-        let own = file(&dir);
-        let find = |name: &str| &own.iter().find(|(own, _)| own == name).unwrap().1;
+        let dir = model_folder(name);
+        let stored = file(&dir);
+        let find = |name: &str| &stored.iter().find(|(known, _)| known == name).unwrap().1;
         // As transformers holds them.
-        let (experts, mut fused): (Vec<_>, Vec<_>) = own.iter().partition(|(name, _)| name.contains(".experts."));
+        let (experts, mut fused): (Vec<_>, Vec<_>) = stored.iter().partition(|(name, _)| name.contains(".experts."));
         let mut prefixes: Vec<&str> = experts
             .iter()
             .filter_map(|(name, _)| name.split_once(".0.w1.").or(name.split_once(".experts.0.gate")))
@@ -1582,11 +1582,11 @@ fn experts_in_one_tensor_for_all_of_a_layer_are_read_and_are_saved_one_by_one() 
             .collect();
         prefixes.dedup();
         let stack = |prefix: &str, parts: &[&str]| {
-            let of = |expert: usize| {
+            let expert_tensor = |expert: usize| {
                 let parts = parts.iter().map(|part| find(&format!("{prefix}.experts.{expert}.{part}.weight")));
                 Tensor::cat(&parts.collect::<Vec<_>>(), 0)
             };
-            Tensor::stack(&(0..4).map(of).collect::<Vec<_>>(), 0)
+            Tensor::stack(&(0..4).map(expert_tensor).collect::<Vec<_>>(), 0)
         };
         let mut tensors: Named = fused.drain(..).map(|(name, x)| (name.clone(), x.shallow_clone())).collect();
         assert!(!prefixes.is_empty());

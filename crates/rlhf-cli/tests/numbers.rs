@@ -202,9 +202,9 @@ fn a_number_that_is_not_finite_moves_neither_the_policy_nor_the_model_at_fault()
             let steps = update.learner.optimize(&e, &t, &orders, RATES, &plan.epoch).unwrap();
             let reason = steps[0].not_finite().unwrap();
             assert!(reason.starts_with(what), "{reason}");
-            let (now, of_policy) = (update.weights(), update.learner.policy.params().len());
-            assert_same(&before[..of_policy], &now[..of_policy], &format!("{reason}: the policy moved"));
-            let value_moved = before[of_policy..].iter().zip(&now[of_policy..]).any(|(a, b)| !a.equal(b));
+            let (now, policy_len) = (update.weights(), update.learner.policy.params().len());
+            assert_same(&before[..policy_len], &now[..policy_len], &format!("{reason}: the policy moved"));
+            let value_moved = before[policy_len..].iter().zip(&now[policy_len..]).any(|(a, b)| !a.equal(b));
             assert_eq!(
                 value_moved,
                 what.contains("policy"),
@@ -242,10 +242,10 @@ fn a_number_that_is_not_finite_moves_neither_the_policy_nor_the_model_at_fault()
         // The loss is finite, and the square of the gradient is not.
         (|t| &mut t.advantages, 1e25, "the norm of the policy's gradient is inf"),
     ];
-    let of_policy = Update::new("llama", Precision::F32).learner.policy.params().len();
+    let policy_len = Update::new("llama", Precision::F32).learner.policy.params().len();
     for bad in cases {
         let found = run(Some(bad));
-        let same = if bad.2.contains("value") { found.len() } else { of_policy };
+        let same = if bad.2.contains("value") { found.len() } else { policy_len };
         assert_same(&found[..same], &expected[..same], &format!("{}: the next step is another", bad.2));
     }
 }
@@ -280,9 +280,10 @@ fn models_trained_one_after_the_other_in_one_memory_of_gradients_take_the_same_s
             let grads = params.iter().map(|param| param.tensor.grad()).filter(Tensor::defined);
             grads.map(|grad| tch_ext::storage_id(&grad)).collect()
         };
-        let of = |update: &Update| [memory(update.learner.policy.params()), memory(update.learner.value.params())];
-        assert_eq!(of(&apart).map(|ids| ids.len()), [1, 0], "one memory, and the policy has it at the end");
-        assert!(of(&together).iter().all(|ids| ids.len() > 1));
+        let memories =
+            |update: &Update| [memory(update.learner.policy.params()), memory(update.learner.value.params())];
+        assert_eq!(memories(&apart).map(|ids| ids.len()), [1, 0], "one memory, and the policy has it at the end");
+        assert!(memories(&together).iter().all(|ids| ids.len() > 1));
 
         // Gradients of both models at once are in memory of their own, and a step by them is the same.
         let step = |(mut update, _): (Update, Vec<StepStats>)| {

@@ -32,8 +32,8 @@ fn params(reference: &Tensors) -> Vec<Param> {
 
 /// The same with the two largest in bf16.
 fn in_bf16(params: Vec<Param>) -> Vec<Param> {
-    let held = |param: &Param| if param.tensor.numel() < 4096 { Kind::Float } else { Kind::BFloat16 };
-    let narrow = |param: &Param| param.tensor.detach().to_kind(held(param)).set_requires_grad(true);
+    let stored_kind = |param: &Param| if param.tensor.numel() < 4096 { Kind::Float } else { Kind::BFloat16 };
+    let narrow = |param: &Param| param.tensor.detach().to_kind(stored_kind(param)).set_requires_grad(true);
     params.into_iter().map(|param| Param { tensor: narrow(&param), ..param }).collect()
 }
 

@@ -69,8 +69,9 @@ fn one_dataset_trains_all_three_as_the_single_commands_do_and_the_settings_left_
 #[test]
 fn a_section_distill_is_a_stage_after_sft_as_the_single_command() {
     let scratch = scratch();
-    let own = "teacher_model_name_or_path: policy\n  learning_rate: 1e-3\n  max_completion_length: 5\n  beta: 0.5\n";
-    scratch.write("distill.yaml", &format!("{}distill:\n  {own}", scratch.read("pipeline.yaml")));
+    let distill =
+        "teacher_model_name_or_path: policy\n  learning_rate: 1e-3\n  max_completion_length: 5\n  beta: 0.5\n";
+    scratch.write("distill.yaml", &format!("{}distill:\n  {distill}", scratch.read("pipeline.yaml")));
     let line = "pipeline --config distill.yaml --skip reward,ppo";
     let ran = runs(&scratch, line);
     for words in ["stage 3 of 4, ppo: skipped", "stage 4 of 4, distill: into out/5-distill", "entropy"] {
@@ -98,8 +99,8 @@ fn a_section_dpo_is_a_stage_after_sft_as_the_single_command_and_is_skipped_once_
         assert!(ran.stderr.contains(words), "no `{words}` in {}", ran.stderr);
     }
     let usual = "--dataset_name rows.jsonl --data_split 2,4,4 --seed 7 --per_device_train_batch_size 4";
-    let own = "--logging_steps 1 --max_steps 3 --beta 0.5 --learning_rate 1e-3";
-    scratch.succeeds(&format!("dpo --model_name_or_path out/1-sft {usual} {own} --output_dir dpo"));
+    let flags = "--logging_steps 1 --max_steps 3 --beta 0.5 --learning_rate 1e-3";
+    scratch.succeeds(&format!("dpo --model_name_or_path out/1-sft {usual} {flags} --output_dir dpo"));
     let weights = |dir: &str| std::fs::read(scratch.path(dir).join("model.safetensors")).unwrap();
     assert!(weights("out/4-dpo") == weights("dpo"));
     assert_eq!(timeless(scratch.metrics("out/4-dpo")), timeless(scratch.metrics("dpo")));
@@ -294,7 +295,7 @@ fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
     let page = include_str!("../../../docs/migrate/deepspeed-chat.md");
     let mut text = page.split("```yaml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap().to_string();
     // The models and the sizes are the test's, all else is the page's.
-    for (theirs, ours) in [
+    for (original, replacement) in [
         ("EleutherAI/pythia-1.4b", "policy"),
         ("EleutherAI/pythia-410m", "policy"),
         ("Dahoas/rm-static", "rows.jsonl"),
@@ -306,8 +307,8 @@ fn deepspeed_chats_three_steps_run_as_the_migration_page_has_them() {
              warmup_steps: 1",
         ),
     ] {
-        assert!(text.contains(theirs), "no `{theirs}` in {text}");
-        text = text.replace(theirs, ours);
+        assert!(text.contains(original), "no `{original}` in {text}");
+        text = text.replace(original, replacement);
     }
     scratch.write("chat.yaml", &text);
     runs(&scratch, "pipeline --config chat.yaml");
@@ -347,7 +348,7 @@ fn prompts_are_limited_by_the_reward_model_that_an_earlier_stage_will_write() {
     let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
     let (a, b) = (vocab["a"].clone(), vocab["b"].clone());
     vocab.extend([("a".into(), b), ("b".into(), a)]);
-    let own = scratch.read("reward/tokenizer.json");
+    let reward_tokenizer = scratch.read("reward/tokenizer.json");
     scratch.write("reward/tokenizer.json", &tokenizer.to_string());
     run("max_prompt_length: 60", 2, "error: ppo: max_prompt_length = 60: expected at most 58");
     run(
@@ -355,7 +356,7 @@ fn prompts_are_limited_by_the_reward_model_that_an_earlier_stage_will_write() {
         1,
         "error: ppo: out/2-reward: value_model_path: expected the policy's tokenizer, found one that differs in 2 tokens",
     );
-    scratch.write("reward/tokenizer.json", &own);
+    scratch.write("reward/tokenizer.json", &reward_tokenizer);
     scratch.edit_config("policy", "vocab_size", 400);
     run("kl_coef: 0.1", 1, "error: ppo: out/2-reward: vocab_size: expected at least the policy's 400, found 352");
 }

@@ -21,7 +21,7 @@ fn number(value: &Value) -> f64 {
 
 /// The peak of the resident memory of a run in bytes.
 #[track_caller]
-fn peak_of(scratch: &Scratch, line: &str, vars: &[(&str, &str)]) -> f64 {
+fn peak_memory(scratch: &Scratch, line: &str, vars: &[(&str, &str)]) -> f64 {
     let mut command = scratch.command(line);
     let mut child = command.envs(vars.iter().copied()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let status = format!("/proc/{}/status", child.id());
@@ -52,7 +52,7 @@ fn assert_near_peak_with(scratch: &Scratch, line: &str, vars: &[(&str, &str)]) {
     let plan = command.envs(vars.iter().copied()).output().unwrap();
     let plan: Value = serde_json::from_slice(&plan.stdout).unwrap();
     let plan = number(&plan["memory"]["peak"]);
-    let peak = peak_of(scratch, line, vars);
+    let peak = peak_memory(scratch, line, vars);
     crate::support::say(&format!("plan {:.0} MiB, peak {:.0} MiB: {line}", plan / 1048576.0, peak / 1048576.0));
     // Code and buffers of the libraries differ by processor: with AVX2 alone they are some 50 MiB smaller than with AVX-512.
     let bound = 0.2 * peak + f64::from(32 << 20);
@@ -124,12 +124,12 @@ fn a_plan_of_distillation_is_near_the_peak_of_the_run() {
 fn a_plan_of_distillation_counts_the_teacher_as_it_is_held_and_the_logits_of_both() {
     let scratch = with_teacher();
     let line = format!("{DISTILL} --output_dir out");
-    let of = |flags: &str, ranks: usize| {
+    let plan_with = |flags: &str, ranks: usize| {
         let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{line} {flags}"));
         assert_eq!([&plan["models"][0]["role"], &plan["models"][1]["role"]], [&json!("model"), &json!("teacher")]);
         plan
     };
-    let teacher = |flags: &str, ranks: usize| number(&of(flags, ranks)["models"][1]["weights"]);
+    let teacher = |flags: &str, ranks: usize| number(&plan_with(flags, ranks)["models"][1]["weights"]);
     let whole = teacher("", 1);
     assert_eq!(teacher("--zero_stage 3", 2), whole / 2.0);
     // Layers alone are quantized: embedding, head and norms stay.
@@ -137,7 +137,7 @@ fn a_plan_of_distillation_counts_the_teacher_as_it_is_held_and_the_logits_of_bot
     assert!(four < 0.2 * whole && four < teacher("--teacher_load_in_8bit", 1), "{four} {whole}");
     assert_eq!(four, teacher("--load_in_4bit", 1));
     let names = |flags: &str| {
-        let plan = of(flags, 1);
+        let plan = plan_with(flags, 1);
         let phases = plan["memory"]["phases"].as_array().unwrap();
         phases.iter().map(|phase| phase["name"].as_str().unwrap().to_string()).collect::<Vec<_>>()
     };
@@ -145,7 +145,7 @@ fn a_plan_of_distillation_counts_the_teacher_as_it_is_held_and_the_logits_of_bot
     assert_eq!(names("--lmbda 0"), ["scoring", "optimizer step", "saving"]);
     assert!(names("--lmbda 0 --seq_kd").contains(&"rollout".into()));
     let logits = |flags: &str, name: &str| {
-        let plan = of(flags, 1);
+        let plan = plan_with(flags, 1);
         let phases = plan["memory"]["phases"].as_array().unwrap().clone();
         number(&phases.iter().find(|phase| phase["name"] == name).unwrap()["logits"])
     };
@@ -312,8 +312,8 @@ fn ppo_of_7b_with_a_base_in_4_bits_lora_and_a_shared_trunk_takes_less_than_24_gb
         assert_eq!([&policy["gradients"], &policy["moments"]].map(number), [4.0 * trained, 8.0 * trained]);
         // Maps and descriptions of 224 weights.
         let weights = base + rest + 4.0 * trained;
-        let beside = number(&policy["weights"]) - weights;
-        assert!((0.0..224.0 * 2048.0).contains(&beside), "{device}: {beside}");
+        let remainder = number(&policy["weights"]) - weights;
+        assert!((0.0..224.0 * 2048.0).contains(&remainder), "{device}: {remainder}");
         let phase =
             |name: &str| memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == name).unwrap();
         // Keys and values in bf16 of eight rows of 768 tokens.
@@ -378,10 +378,10 @@ fn operations_of_an_encoder_decoder_are_those_of_both_stacks_and_of_the_attentio
         ["prompt", "completion"].map(|part| tokenizer.encode(row[part].as_str().unwrap()).unwrap().len() as f64);
     // Projections to queries, keys, values and out of them; two matrices of the MLP.
     let (attention, mlp) = (4.0 * hidden * heads, 2.0 * hidden * inner);
-    let of_prompt = encoders * (attention + mlp) + decoders * 2.0 * hidden * heads;
-    let of_response = decoders * (attention + 2.0 * hidden * heads + mlp) + size("vocab_size") * hidden;
+    let prompt_flops = encoders * (attention + mlp) + decoders * 2.0 * hidden * heads;
+    let response_flops = decoders * (attention + 2.0 * hidden * heads + mlp) + size("vocab_size") * hidden;
     let pairs = encoders * read * read + decoders * (decoded * decoded / 2.0 + read * decoded);
-    let expected = 4.0 * 3.0 * (2.0 * (read * of_prompt + decoded * of_response) + 4.0 * heads * pairs);
+    let expected = 4.0 * 3.0 * (2.0 * (read * prompt_flops + decoded * response_flops) + 4.0 * heads * pairs);
     let found = number(&sft["work"]["flops_per_update"]);
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
     // A value model of its own has the layers of the policy, and transformers' head: two matrices and their biases.
@@ -390,8 +390,8 @@ fn operations_of_an_encoder_decoder_are_those_of_both_stacks_and_of_the_attentio
     let parameters = |at: usize| number(&ppo["models"][at]["parameters"]);
     assert_eq!(ppo["models"][1]["role"], json!("value model"));
     let head = hidden * hidden + hidden + hidden + 1.0;
-    let own_head = if config["tie_word_embeddings"] == json!(false) { size("vocab_size") * hidden } else { 0.0 };
-    assert_eq!(parameters(1), parameters(0) - own_head + head);
+    let untied_head = if config["tie_word_embeddings"] == json!(false) { size("vocab_size") * hidden } else { 0.0 };
+    assert_eq!(parameters(1), parameters(0) - untied_head + head);
 }
 
 #[test]
@@ -417,16 +417,16 @@ fn a_plan_needs_the_configuration_and_the_tokenizer_alone() {
 #[test]
 fn ranks_share_what_their_stage_divides() {
     let scratch = Scratch::new();
-    let of = |ranks: usize, stage: usize| {
+    let sizes = |ranks: usize, stage: usize| {
         let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{SFT} --zero_stage {stage}"));
-        let own = &plan["models"][0];
+        let model = &plan["models"][0];
         assert_eq!(plan["ranks"], json!(ranks));
-        ["weights", "gradients", "moments"].map(|part| number(&own[part]))
+        ["weights", "gradients", "moments"].map(|part| number(&model[part]))
     };
-    let [weights, gradients, moments] = of(1, 0);
+    let [weights, gradients, moments] = sizes(1, 0);
     assert_eq!([gradients, moments], [weights, 2.0 * weights]);
-    assert_eq!(of(4, 0), [weights, gradients, moments]);
-    assert_eq!(of(4, 2), [weights, gradients / 4.0, moments / 4.0]);
+    assert_eq!(sizes(4, 0), [weights, gradients, moments]);
+    assert_eq!(sizes(4, 2), [weights, gradients / 4.0, moments / 4.0]);
     // Until it is divided, each model is whole: here more than what is left of all parts.
     let start = |ranks: usize, line: &str| {
         let plan = planned(&scratch, &format!("--nproc_per_node {ranks}"), &format!("{line} --zero_stage 3"));
@@ -437,7 +437,7 @@ fn ranks_share_what_their_stage_divides() {
     let dpo = "dpo --model_name_or_path policy --dataset_name pairs.jsonl --output_dir out";
     // The reference model is read beside the policy's part.
     assert_eq!(start(4, dpo), Some(weights / 4.0 + weights));
-    assert_eq!(of(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
+    assert_eq!(sizes(4, 3), [weights / 4.0, gradients / 4.0, moments / 4.0]);
 }
 
 #[test]
@@ -445,7 +445,7 @@ fn ranks_share_the_plain_weights_of_a_quantized_base_alone() {
     let scratch = with_7b();
     let line = "ppo --sft_model_path 7b --dataset_name none.jsonl --max_prompt_length 512 --response_length 256 --bf16 --use_peft \
                 --reward length:target=20 --output_dir out --num_sample_generations 0 --load_in_8bit --value_head";
-    let of = |stage: usize, flags: &str| {
+    let phase_memory = |stage: usize, flags: &str| {
         let plan =
             planned(&scratch, "--nproc_per_node 4 --memory 99GB", &format!("{line} --zero_stage {stage} {flags}"));
         let phases = plan["memory"]["phases"].as_array().unwrap();
@@ -455,13 +455,13 @@ fn ranks_share_the_plain_weights_of_a_quantized_base_alone() {
     // A byte for each number, and eight for the scale of each row, which is held twice.
     let rows = 32.0 * (5.0 * 4096.0 + 2.0 * 11008.0);
     let quantized = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11008.0) + 8.0 * rows;
-    let ([whole, _], [part, in_rollout]) = (of(0, ""), of(3, "--ds3_gather_for_generation=false"));
+    let ([whole, _], [part, in_rollout]) = (phase_memory(0, ""), phase_memory(3, "--ds3_gather_for_generation=false"));
     // Embedding, LM head, norms and the adapter are divided: nearly all that is not in eight bits.
     let rest = whole - quantized;
     assert!(rest < 0.1 * quantized && (part - quantized - rest / 4.0).abs() < 0.01 * rest, "{whole}, {part}");
     // A pass gathers what is outside the layers, and adapters and norms of one.
     assert!(in_rollout - part < rest, "{in_rollout}, {part}");
-    let [_, gathered] = of(3, "");
+    let [_, gathered] = phase_memory(3, "");
     assert!((gathered - whole).abs() < 0.01 * rest, "{gathered}, {whole}");
 }
 
@@ -476,29 +476,32 @@ fn offloaded_parts_count_in_the_phases_that_use_them() {
         let _ = std::fs::copy(entry.path(), scratch.path("judge").join(entry.file_name()));
     }
     let line = line.replace("--reward_model_path big", "--reward_model_path judge");
-    let of = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
+    let plan_with = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
     let part = |plan: &Value, phase: &str, part: &str| {
         let phases = plan["memory"]["phases"].as_array().unwrap();
         number(&phases.iter().find(|found| found["name"] == phase).unwrap_or_else(|| panic!("{phase}: {plan}"))[part])
     };
-    let (whole, out) = (of(""), of("--offload all"));
-    let own = number(&whole["models"][0]["weights"]);
-    let held = |plan: &Value, phase: &str| part(plan, phase, "moments");
-    let all = held(&whole, "rollout");
-    assert_eq!(["rollout", "scoring", "policy step"].map(|phase| held(&out, phase)), [0.0; 3]);
-    assert_eq!(held(&out, "policy moments"), 2.0 * own);
-    assert_eq!(held(&out, "policy moments") + held(&out, "value model moments"), all);
+    let (whole, out) = (plan_with(""), plan_with("--offload all"));
+    let weights = number(&whole["models"][0]["weights"]);
+    let moments = |plan: &Value, phase: &str| part(plan, phase, "moments");
+    let all = moments(&whole, "rollout");
+    assert_eq!(["rollout", "scoring", "policy step"].map(|phase| moments(&out, phase)), [0.0; 3]);
+    assert_eq!(moments(&out, "policy moments"), 2.0 * weights);
+    assert_eq!(moments(&out, "policy moments") + moments(&out, "value model moments"), all);
     // Reference and reward model are away but for scoring, where one of them is there.
     let away = part(&whole, "policy step", "weights") - part(&out, "policy step", "weights");
     let in_scoring = part(&whole, "scoring", "weights") - part(&out, "scoring", "weights");
-    assert!((away / own - 2.0).abs() < 0.05 && (in_scoring / own - 1.0).abs() < 0.05, "{away} {in_scoring} {own}");
-    assert!(number(&whole["memory"]["peak"]) - number(&out["memory"]["peak"]) > 3.0 * own);
+    assert!(
+        (away / weights - 2.0).abs() < 0.05 && (in_scoring / weights - 1.0).abs() < 0.05,
+        "{away} {in_scoring} {weights}"
+    );
+    assert!(number(&whole["memory"]["peak"]) - number(&out["memory"]["peak"]) > 3.0 * weights);
     let note = out["notes"].as_array().unwrap().last().unwrap().as_str().unwrap();
     assert!(note.starts_with("offload: each rank has ") && note.contains("on the disk of offload_dir"), "{note}");
     let narrow = planned(&scratch, "--memory 10MB", &line);
     let remedies = narrow["remedies"].as_array().unwrap();
     let remedy = remedies.iter().find(|remedy| remedy["change"] == "--offload all").unwrap();
-    assert!(number(&remedy["saves"]) > 3.0 * own, "{remedy}");
+    assert!(number(&remedy["saves"]) > 3.0 * weights, "{remedy}");
 }
 
 #[test]
@@ -528,16 +531,16 @@ fn texts_beside_ppo_stored_distributions_and_merged_adapters_count() {
     let work = |line: &str| number(&planned(&scratch, "", line)["work"]["flops_per_update"]);
     assert!(work(&texts) > 3.0 * work(&ppo("none", "big", "")));
     // One hidden state of 384 numbers for each of the tokens of four responses.
-    let of_kl = |flags: &str| planned(&scratch, "", &ppo("kl", "big", &format!("--kl_estimator full {flags}")));
-    let of_step = |plan: &Value| ["activations", "logits"].map(|part| phase(plan, "policy step", part));
-    let [stored, not] = [of_kl("--kl_in_loss"), of_kl("")].map(|plan| of_step(&plan));
+    let plan_with = |flags: &str| planned(&scratch, "", &ppo("kl", "big", &format!("--kl_estimator full {flags}")));
+    let step_memory = |plan: &Value| ["activations", "logits"].map(|part| phase(plan, "policy step", part));
+    let [stored, not] = [plan_with("--kl_in_loss"), plan_with("")].map(|plan| step_memory(&plan));
     // Working memory beyond the logits is a part of the activations.
     assert_eq!(stored.iter().sum::<f64>() - not.iter().sum::<f64>(), 4.0 * 40.0 * 384.0 * 4.0);
     // Kernels hold the logits once; libtorch's operations, which compute this KL and its gradient, seven times.
     assert_eq!(stored[1], 7.0 * not[1]);
     // A bonus for the entropy is the kernels', too.
     let bonus = planned(&scratch, "", &ppo("bonus", "big", "--entropy_coef 0.01"));
-    assert_eq!(of_step(&bonus)[1], not[1]);
+    assert_eq!(step_memory(&bonus)[1], not[1]);
     // A base in bf16 becomes f32 where an adapter is merged into it.
     let file = scratch.path("big/model.safetensors");
     let narrow: Vec<_> = tch::Tensor::read_safetensors(&file)
@@ -568,8 +571,8 @@ fn operations_are_those_of_products_and_of_attention_over_whole_sequences() {
     with_long_rows(&scratch);
     let line =
         "sft --model_name_or_path policy --dataset_name long.jsonl --output_dir out --per_device_train_batch_size 4";
-    let of = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
-    let (whole, responses) = (of("--completion_only_loss=false"), of("--completion_only_loss=true"));
+    let plan_with = |flags: &str| planned(&scratch, "", &format!("{line} {flags}"));
+    let (whole, responses) = (plan_with("--completion_only_loss=false"), plan_with("--completion_only_loss=true"));
     let config: Value = serde_json::from_str(&scratch.read("policy/config.json")).unwrap();
     let size = |name: &str| number(&config[name]);
     let (hidden, inner, layers) = (size("hidden_size"), size("intermediate_size"), size("num_hidden_layers"));
@@ -616,12 +619,11 @@ fn a_row_longer_than_the_micro_batch_is_shown_as_such() {
     // Rows are sorted by their length, so the last rank has the longest.
     let lens = [1, 1, 1, 1, 1, 9].map(|words| json!({"prompt": "The", "completion": " movie".repeat(words)}));
     scratch.write("sorted.jsonl", &lens.map(|row| format!("{row}\n")).concat());
-    let of_all =
+    let flags =
         line.replace("long.jsonl", "sorted.jsonl").replace("per_device_train_batch_size 4", "train_batch_size 6");
-    let of = |ranks: usize| {
-        planned(&scratch, &format!("--nproc_per_node {ranks}"), &of_all)["micro_batch"]["tokens"].clone()
-    };
-    assert_eq!(of(2), of(1));
+    let micro_batch_tokens =
+        |ranks: usize| planned(&scratch, &format!("--nproc_per_node {ranks}"), &flags)["micro_batch"]["tokens"].clone();
+    assert_eq!(micro_batch_tokens(2), micro_batch_tokens(1));
     let table = scratch.succeeds(&format!("plan --calibrate=false {line} --max_steps 1"));
     for words in ["tokens (those of the longest row; at most 8 otherwise)", "KiB a token", "; 1 update: "] {
         assert!(table.contains(words), "no `{words}` in\n{table}");
@@ -741,8 +743,8 @@ fn a_pipeline_is_its_stages_whose_models_have_the_form_of_the_first() {
     let stages = plan["stages"].as_array().unwrap();
     let commands: Vec<&str> = stages.iter().map(|stage| stage["command"].as_str().unwrap()).collect();
     assert_eq!(commands, ["sft", "reward", "ppo", "dpo", "distill"]);
-    let of_policy = &stages[0]["models"][0]["parameters"];
-    assert_eq!(&stages[2]["models"][0]["parameters"], of_policy);
+    let policy = &stages[0]["models"][0]["parameters"];
+    assert_eq!(&stages[2]["models"][0]["parameters"], policy);
     let peaks = stages.iter().map(|stage| number(&stage["memory"]["peak"]));
     assert_eq!(number(&plan["peak"]), peaks.fold(0.0, f64::max));
     assert_eq!((&plan["fits"], &plan["seconds"]), (&json!(true), &Value::Null));

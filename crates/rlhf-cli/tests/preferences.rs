@@ -36,11 +36,11 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
     let names = ["eval_loss", "eval_accuracy", "eval_margin", "eval_mean_reward"];
     let files = || std::fs::read_dir(scratch.path("")).unwrap().count();
     let before = files();
-    let of_own = json_lines(&scratch.succeeds(&format!("{line} --dataset_name pairs.jsonl {eval}"))).remove(0);
+    let from_split = json_lines(&scratch.succeeds(&format!("{line} --dataset_name pairs.jsonl {eval}"))).remove(0);
     let alone = format!("{line} --dataset_name held.jsonl --dataset_columns prompt=question");
-    let of_all = json_lines(&scratch.succeeds(&alone)).remove(0);
+    let from_all = json_lines(&scratch.succeeds(&alone)).remove(0);
     assert_eq!(before, files());
-    for found in [&of_own, &of_all] {
+    for found in [&from_split, &from_all] {
         assert_eq!(found["pairs"], 5);
         assert!(found["dataset"].as_str().unwrap().ends_with("held.jsonl"), "{found:?}");
         for name in names {
@@ -54,7 +54,7 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
         let margin = row.get("margin").and_then(Value::as_f64).unwrap_or(0.0);
         (1.0 + (margin - number(row, "score_margin")).exp()).ln()
     });
-    assert!((loss.sum::<f64>() / 5.0 - number(&of_all, "eval_loss")).abs() < 1e-5, "{rows:?}");
+    assert!((loss.sum::<f64>() / 5.0 - number(&from_all, "eval_loss")).abs() < 1e-5, "{rows:?}");
     // So for a file and in the library; training needs its folder.
     scratch.write("eval.yaml", "model_name_or_path: out\ndataset_name: held.jsonl\neval_only: true\n");
     let by_file = scratch.succeeds("reward --config eval.yaml --dataset_columns prompt=question");
@@ -62,7 +62,7 @@ fn a_model_that_is_only_measured_has_the_numbers_that_its_training_ended_with_an
     let mut config = RewardConfig::new(scratch.path("out"), scratch.path("held.jsonl"), "");
     (config.eval_only, config.data.dataset_columns) = (true, vec!["prompt=question".into()]);
     let found = evaluate(&config, Console::Silent).unwrap();
-    assert!((found.metrics.get("eval_margin").unwrap() - number(&of_all, "eval_margin")).abs() < 1e-5);
+    assert!((found.metrics.get("eval_margin").unwrap() - number(&from_all, "eval_margin")).abs() < 1e-5);
     let error = rlhf::train::reward_model::reward(&config, Console::Silent).unwrap_err().to_string();
     assert!(error.starts_with("eval_only = true: expected false"), "{error}");
 }

@@ -17,14 +17,14 @@ fn expanded(name: &str) -> Vec<String> {
         return vec![name.to_string()];
     };
     let number = |text: &str| text.parse::<usize>().unwrap();
-    let of_range = |range: &str| {
+    let names_in = |range: &str| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         number(first)..=number(last)
     };
     let rest = expanded(after);
     ranges
         .split(',')
-        .flat_map(of_range)
+        .flat_map(names_in)
         .flat_map(|i| rest.iter().map(move |rest| format!("{before}{i}{rest}")))
         .collect()
 }
@@ -82,10 +82,10 @@ fn the_text_part_of_a_published_model_for_text_and_images_is_that_model() {
         let read = |config: &Value| {
             ModelConfig::from_json(Path::new("config.json"), config.as_object().unwrap().clone()).unwrap()
         };
-        let (part, own) = (read(&config), read(text));
-        assert!(part.is_part() && !own.is_part());
-        assert_eq!(part.family, own.family, "{name}");
-        assert_eq!((&part.experts, &part.layer_shapes), (&own.experts, &own.layer_shapes), "{name}");
-        assert_eq!(part.tie_word_embeddings, own.tie_word_embeddings, "{name}");
+        let (part, alone) = (read(&config), read(text));
+        assert!(part.is_part() && !alone.is_part());
+        assert_eq!(part.family, alone.family, "{name}");
+        assert_eq!((&part.experts, &part.layer_shapes), (&alone.experts, &alone.layer_shapes), "{name}");
+        assert_eq!(part.tie_word_embeddings, alone.tie_word_embeddings, "{name}");
     }
 }

@@ -409,8 +409,8 @@ fn only_names_that_the_token_may_write_to_are_pushed_to() {
         Hub { token: Some(owner.into()), ..server.hub() }.repository(&to(name)).unwrap();
     }
     let orgs = json!([{"name": "club", "roleInOrg": "read"}]);
-    let of_group = json!({"name": "me", "orgs": orgs, "repos": ["club/group"]});
-    server.set(&json!({"users": {"hf_of_group": of_group, "hf_of_app": {"repos": ["lab/app"], "name": null}}}));
+    let group = json!({"name": "me", "orgs": orgs, "repos": ["club/group"]});
+    server.set(&json!({"users": {"hf_of_group": group, "hf_of_app": {"repos": ["lab/app"], "name": null}}}));
     for (token, name) in [("hf_of_group", "club/group"), ("hf_of_app", "lab/app")] {
         let hub = Hub { token: Some(token.into()), ..server.hub() };
         assert_eq!(hub.repository(&to(name)).unwrap().name(), name);

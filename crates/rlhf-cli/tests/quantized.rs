@@ -44,7 +44,7 @@ fn assert_logits(name: &str, what: &str, model: &CausalLm) {
     let golden = Tensors::read(&folder(name).join("golden.safetensors"));
     let part = golden.part(what);
     for (i, logits) in model.logits(&rows(name)).unwrap().iter().enumerate() {
-        assert_close(&format!("{name}: {what}"), &part.of(logits), &part.tensor.get(i as i64), TOLERANCE);
+        assert_close(&format!("{name}: {what}"), &part.select(logits), &part.tensor.get(i as i64), TOLERANCE);
     }
 }
 
@@ -191,7 +191,7 @@ fn plain_tensors_beside_quantized_weights_are_saved_in_one_dtype() {
         )
         .unwrap();
         model.hold_as_computed();
-        let of = |dir: &Path| -> BTreeSet<String> {
+        let kinds_in = |dir: &Path| -> BTreeSet<String> {
             let saved = Checkpoint::open(dir).unwrap();
             let is_plain = |name: &&str| !name.contains("quant") && !name.contains("absmax") && !name.ends_with("SCB");
             // Codes have no dtype of weights.
@@ -200,7 +200,7 @@ fn plain_tensors_beside_quantized_weights_are_saved_in_one_dtype() {
         };
         let out = tempfile::tempdir().unwrap();
         model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
-        assert_eq!(of(out.path()).len(), 1, "{name}: {:?}", of(out.path()));
+        assert_eq!(kinds_in(out.path()).len(), 1, "{name}: {:?}", kinds_in(out.path()));
         let saved = CausalLm::from_pretrained(out.path(), ModelOptions::default()).unwrap();
         let [found, expected] = [&saved, &model].map(|model| model.logits(&rows(name)).unwrap());
         // Computed in f32 from the saved numbers, and in bf16.
@@ -232,8 +232,8 @@ fn a_head_that_a_list_of_spared_layers_leaves_out_is_read() {
         save(dir.path(), &tensors, usize::MAX).unwrap();
         std::fs::copy(folder(name).join("config.json"), dir.path().join("config.json")).unwrap();
         let found = CausalLm::from_pretrained(dir.path(), ModelOptions::default()).unwrap();
-        let held = found.params().iter().find(|param| param.name == "lm_head.weight").unwrap();
-        assert_close(name, &held.tensor.detach(), &read, 1e-6);
+        let head = found.params().iter().find(|param| param.name == "lm_head.weight").unwrap();
+        assert_close(name, &head.tensor.detach(), &read, 1e-6);
         for (found, plain) in found.logits(&rows(name)).unwrap().iter().zip(plain.logits(&rows(name)).unwrap()) {
             let gap = (found - &plain).abs().max().double_value(&[]);
             assert!(gap > 0.0 && gap < 0.05 * plain.abs().max().double_value(&[]), "{name}: {gap}");

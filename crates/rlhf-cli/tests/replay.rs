@@ -160,11 +160,11 @@ fn rewards_of_the_caller_are_not_computed_again() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = recorded(dir.path());
     config.total_episodes = Some(8);
-    let own = FnReward::new(|batch| {
-        let of_token = |ids: &[i64]| ids.iter().map(|id| *id as f64 / 100.0).collect::<Vec<f64>>();
-        Ok(batch.iter().map(|input| of_token(input.response_ids)).collect::<Vec<_>>())
+    let token_reward = FnReward::new(|batch| {
+        let token_scores = |ids: &[i64]| ids.iter().map(|id| *id as f64 / 100.0).collect::<Vec<f64>>();
+        Ok(batch.iter().map(|input| token_scores(input.response_ids)).collect::<Vec<_>>())
     });
-    PpoTrainer::from_config_with(&config, Rewards::new().with("own", own)).unwrap().train().unwrap();
+    PpoTrainer::from_config_with(&config, Rewards::new().with("own", token_reward)).unwrap().train().unwrap();
     for update in [1, 2] {
         let replayed = replay(&config, update, &config, &format!("own-{update}")).unwrap();
         replayed.verdict().unwrap();
@@ -209,10 +209,11 @@ fn the_numbers_of_an_update_make_its_metrics() {
     near("scores", sum(get("rollout.scores")) / 4.0, metric("objective/scores"), 1e-5);
     let tokens = sum(get("steps.tokens"));
     assert_eq!(tokens, 2.0 * sum(&get("masks.loss").to_kind(Kind::Double)));
-    for (name, of) in [("loss/policy_avg", "policy_loss"), ("policy/approxkl_avg", "approx_kl"), ("val/ratio", "ratio")]
+    for (name, column) in
+        [("loss/policy_avg", "policy_loss"), ("policy/approxkl_avg", "approx_kl"), ("val/ratio", "ratio")]
     {
-        near(name, sum(get(&format!("steps.{of}"))) / tokens, metric(name), 1e-9);
-        near(name, sum(get(&format!("micro_batches.{of}"))), sum(get(&format!("steps.{of}"))), 1e-9);
+        near(name, sum(get(&format!("steps.{column}"))) / tokens, metric(name), 1e-9);
+        near(name, sum(get(&format!("micro_batches.{column}"))), sum(get(&format!("steps.{column}"))), 1e-9);
     }
     near("value loss", sum(get("steps.value_loss")) / sum(get("steps.value_slots")), metric("loss/value_avg"), 1e-9);
     near("ratios", sum(get("epochs.ratios")), sum(get("steps.ratio")), 1e-4);
@@ -228,7 +229,7 @@ fn the_numbers_of_an_update_make_its_metrics() {
     assert_eq!(rows.len() as f64, sum(get("micro_batches.responses")));
     assert!(rows[0] == 0.0 && rows[7] + 1.0 == get("micro_batches.step").size()[0] as f64);
     for (model, name) in [("policy", "policy/grad_norm"), ("value", "val/grad_norm")] {
-        let norms = tensors.names().filter(|of| of.starts_with(&format!("{model}_grad_norms.")));
+        let norms = tensors.names().filter(|name| name.starts_with(&format!("{model}_grad_norms.")));
         let squares: Tensor = norms.map(|name| get(name).square()).sum();
         let whole = numbers(get(&format!("steps.{model}_grad_norm")));
         for (norm, whole) in numbers(&squares.sqrt()).into_iter().zip(&whole) {
@@ -343,11 +344,11 @@ fn an_update_of_two_ranks_is_equal_on_two_and_but_for_rounding_on_one() {
         let line = format!("replay {name} --update 2");
         let text = scratch.succeeds(&format!("launch --nproc_per_node 2 {line} --output_dir {name}-two"));
         assert!(text.contains("update 2: equal to the run: ") && text.contains("tensors of checkpoint-2"), "{text}");
-        let of_ranks = [0, 1].map(|rank| {
+        let rank_masks = [0, 1].map(|rank| {
             let numbers = Tensors::read(&scratch.path(&format!("{name}-two/update-rank-{rank}.safetensors")));
             numbers.get("epochs.micro_batch").ge(0).get(0)
         });
-        assert!(of_ranks[0].logical_xor(&of_ranks[1]).all().int64_value(&[]) == 1, "each row is one rank's");
+        assert!(rank_masks[0].logical_xor(&rank_masks[1]).all().int64_value(&[]) == 1, "each row is one rank's");
         let text = scratch.succeeds(&format!("{line} --output_dir {name}-one"));
         assert!(text.starts_with("update 2: equal to the run but for rounding (2 ranks in the run, 1 here"), "{text}");
         let comparison: Value = serde_json::from_str(&scratch.read(&format!("{name}-one/comparison.json"))).unwrap();

@@ -700,7 +700,7 @@ impl Service {
     /// Returns a reward per query to each request, which `reward` makes of query and label.
     fn scoring(reward: impl Fn(&str, &Value) -> Value + Send + Sync + 'static) -> Self {
         Self::new(move |asked| {
-            let rewards = rewards_of(asked, &reward);
+            let rewards = reward_values(asked, &reward);
             (200, String::new(), json!({"rewards": rewards, "scores": []}).to_string())
         })
     }
@@ -716,7 +716,7 @@ impl Service {
     }
 }
 
-fn rewards_of(asked: &Asked, reward: impl Fn(&str, &Value) -> Value) -> Vec<Value> {
+fn reward_values(asked: &Asked, reward: impl Fn(&str, &Value) -> Value) -> Vec<Value> {
     let (queries, labels) = (asked.body["query"].as_array().unwrap(), asked.body["labels"].as_array().unwrap());
     queries.iter().zip(labels).map(|(query, label)| reward(query.as_str().unwrap(), label)).collect()
 }
@@ -777,7 +777,7 @@ fn requests_to_a_service_run_at_the_same_time() {
             std::thread::sleep(Duration::from_millis(1));
         }
         n.fetch_sub(1, Ordering::SeqCst);
-        (200, String::new(), json!({"rewards": rewards_of(asked, |_, label| label.clone())}).to_string())
+        (200, String::new(), json!({"rewards": reward_values(asked, |_, label| label.clone())}).to_string())
     });
     let mut reward = service.reward(|s| (s.batch_size, s.concurrency) = (1, 2));
     assert_eq!(Batch::of(6).numbers(&mut reward), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
@@ -787,7 +787,7 @@ fn requests_to_a_service_run_at_the_same_time() {
 #[test]
 fn numbers_per_token_and_further_logs_of_a_service_are_taken() {
     let service = Service::new(|asked| {
-        let rewards = rewards_of(asked, |_, _| json!([1, 2]));
+        let rewards = reward_values(asked, |_, _| json!([1, 2]));
         let mean = if rewards.len() == 2 { 1.0 } else { 4.0 };
         let logs = json!({"accuracy": mean, "lengths": [mean, mean + 1.0], "note": "no number"});
         (200, String::new(), json!({"rewards": rewards, "extra_logs": logs}).to_string())
@@ -800,10 +800,10 @@ fn numbers_per_token_and_further_logs_of_a_service_are_taken() {
 
 /// A service that sends these HTTP responses, one after another, and then sound ones.
 fn failing(answers: &[(u16, &str, &str)]) -> Service {
-    let own = |(status, head, body): &(u16, &str, &str)| (*status, head.to_string(), body.to_string());
-    let answers: Mutex<VecDeque<_>> = Mutex::new(answers.iter().map(own).collect());
+    let owned = |(status, head, body): &(u16, &str, &str)| (*status, head.to_string(), body.to_string());
+    let answers: Mutex<VecDeque<_>> = Mutex::new(answers.iter().map(owned).collect());
     Service::new(move |asked| {
-        let sound = || (200, String::new(), json!({"rewards": rewards_of(asked, |_, _| json!(1))}).to_string());
+        let sound = || (200, String::new(), json!({"rewards": reward_values(asked, |_, _| json!(1))}).to_string());
         answers.lock().unwrap().pop_front().unwrap_or_else(sound)
     })
 }
@@ -1013,8 +1013,9 @@ fn ppo_trains_with_a_closure_and_no_reward_model() {
     for line in &lines {
         assert_eq!(number(line, "objective/scores/brevity"), number(line, "objective/scores"));
         assert!((number(line, "objective/scores") + number(line, "val/response_length")).abs() < 1e-6);
-        let (own, all) = (number(line, "objective/scores_std/brevity"), number(line, "objective/scores_std"));
-        assert!((own - all).abs() < 1e-5, "{own} is not {all}");
+        let (reward_std, total_std) =
+            (number(line, "objective/scores_std/brevity"), number(line, "objective/scores_std"));
+        assert!((reward_std - total_std).abs() < 1e-5, "{reward_std} is not {total_std}");
     }
     let seen = seen.lock().unwrap();
     assert_eq!(seen.len(), 16);
@@ -1030,18 +1031,18 @@ fn ppo_trains_with_a_closure_and_no_reward_model() {
 
 #[test]
 fn scores_on_the_last_token_are_scores_of_the_response_at_score_position_last_token() {
-    let of = |input: &RewardInput<'_>| input.response_ids.iter().map(|&id| id as f64).sum::<f64>() / 100.0;
-    let whole = FnReward::new(move |batch| Ok(batch.iter().map(of).collect()));
+    let token_sum = |input: &RewardInput<'_>| input.response_ids.iter().map(|&id| id as f64).sum::<f64>() / 100.0;
+    let whole = FnReward::new(move |batch| Ok(batch.iter().map(token_sum).collect()));
     let last = FnReward::new(move |batch| {
         let tokens = |input: &RewardInput<'_>| {
             let mut scores = vec![0.0; input.response_ids.len()];
-            *scores.last_mut().unwrap() = of(input);
+            *scores.last_mut().unwrap() = token_sum(input);
             scores
         };
         Ok(batch.iter().map(tokens).collect())
     });
     let spread = FnReward::new(move |batch| {
-        let tokens = |i: &RewardInput<'_>| vec![of(i) / i.response_ids.len() as f64; i.response_ids.len()];
+        let tokens = |i: &RewardInput<'_>| vec![token_sum(i) / i.response_ids.len() as f64; i.response_ids.len()];
         Ok(batch.iter().map(tokens).collect())
     });
     let at_last_token = |config: &mut PpoConfig| config.score_position = ScorePosition::LastToken;
@@ -1112,7 +1113,7 @@ fn a_program_and_rules_together_train_from_the_command_line_and_again_from_their
 fn a_service_scores_a_run_and_its_token_is_nowhere_but_in_the_request() {
     let scratch = Scratch::new();
     let service = Service::new(|asked| {
-        let rewards = rewards_of(asked, |query, _| json!(query.len()));
+        let rewards = reward_values(asked, |query, _| json!(query.len()));
         (200, String::new(), json!({"rewards": rewards, "extra_logs": {"seen": rewards.len()}}).to_string())
     });
     let line = format!("{NO_MODEL} --reward_url {} --reward_batch_size 3 --reward_clip 5", service.url);

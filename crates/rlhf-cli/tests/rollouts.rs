@@ -62,7 +62,7 @@ fn the_columns_are_what_an_update_trains_on() {
     for (step, line) in (1..).zip(metrics(out).iter().filter(|line| line["step"] != 0)) {
         let rows = rows(out, step);
         assert_eq!(rows.len(), 4);
-        let mean = |of: &dyn Fn(&Map<String, Value>) -> f64| rows.iter().map(of).sum::<f64>() / 4.0;
+        let mean = |value: &dyn Fn(&Map<String, Value>) -> f64| rows.iter().map(value).sum::<f64>() / 4.0;
         let number = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line:?}"));
         for (place, row) in rows.iter().enumerate() {
             assert_eq!((&row["step"], &row["row"], &row["group"]), (&step.into(), &place.into(), &place.into()));
@@ -81,8 +81,8 @@ fn the_columns_are_what_an_update_trains_on() {
         }
         near("scores", mean(&|row| row["score"].as_f64().unwrap()), number("objective/scores"), 1e-5);
         for name in ["model", "short"] {
-            let of_reward = mean(&|row| row["components"][name].as_f64().unwrap());
-            near(name, of_reward, number(&format!("objective/scores/{name}")), 1e-6);
+            let mean_reward = mean(&|row| row["components"][name].as_f64().unwrap());
+            near(name, mean_reward, number(&format!("objective/scores/{name}")), 1e-6);
         }
         let sum = |row: &Map<String, Value>, name: &str| numbers(row, name).iter().sum::<f64>();
         near("entropy", mean(&|row| -sum(row, "logprobs")), number("objective/entropy"), 1e-4);
@@ -142,16 +142,16 @@ fn a_resumed_run_leaves_the_rollouts_of_an_uninterrupted_one_up_to_its_limit() {
         names.sort();
         names
     };
-    let of = |steps: std::ops::RangeInclusive<usize>| {
+    let file_names = |steps: std::ops::RangeInclusive<usize>| {
         steps.map(|step| format!("update-{step:06}.parquet")).collect::<Vec<_>>()
     };
-    assert_eq!(names(&whole), of(1..=5));
+    assert_eq!(names(&whole), file_names(1..=5));
     // A branch of the run, from its second update on, with the newest two files.
     config.run.output_dir = dir.path().join("branch");
     config.run.checkpoints.resume_from_checkpoint = Some(Resume::From(whole.join("checkpoint-2")));
     config.rollout_log.rollouts_limit = Some(2);
     ppo(&config, Console::Silent).unwrap();
-    assert_eq!(names(&config.run.output_dir), of(4..=5));
+    assert_eq!(names(&config.run.output_dir), file_names(4..=5));
     for step in 4..=5 {
         assert_eq!(rows(&config.run.output_dir, step), rows(&whole, step));
     }

@@ -302,10 +302,10 @@ fn an_evaluation_harness_gets_the_log_probabilities_of_a_text() {
                 let top: Vec<f64> =
                     logprobs["top_logprobs"][at].as_object().unwrap().values().map(|x| x.as_f64().unwrap()).collect();
                 let best = top.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let own = logprobs["token_logprobs"][at].as_f64().unwrap();
-                assert!((1..=3).contains(&top.len()) && top.contains(&own) && own <= best, "{at}: {logprobs}");
+                let chosen = logprobs["token_logprobs"][at].as_f64().unwrap();
+                assert!((1..=3).contains(&top.len()) && top.contains(&chosen) && chosen <= best, "{at}: {logprobs}");
                 // A greedy token is the likeliest, to the bit.
-                assert!(at < ids.len() || own == best, "{at}: {logprobs}");
+                assert!(at < ids.len() || chosen == best, "{at}: {logprobs}");
             }
             let tokens: String =
                 logprobs["tokens"].as_array().unwrap()[..ids.len()].iter().map(|t| t.as_str().unwrap()).collect();

@@ -108,8 +108,8 @@ fn every_stage_trains_every_kind_of_model_alike() {
 
 #[test]
 fn adapters_are_divided_beside_their_base() {
-    let of_embedding = ["embed_tokens", "norm"].map(str::to_string).to_vec();
-    let dora = LoraConfig { use_dora: true, modules_to_save: of_embedding, ..LoraConfig::default() };
+    let saved_modules = ["embed_tokens", "norm"].map(str::to_string).to_vec();
+    let dora = LoraConfig { use_dora: true, modules_to_save: saved_modules, ..LoraConfig::default() };
     assert_divided_adapter("llama_untied", &LoraConfig::default());
     assert_divided_adapter("llama_tied", &dora);
 }
@@ -240,9 +240,9 @@ fn classifiers_and_value_heads_are_divided_too() {
                 value_spans: &spans,
                 prompt_lens: None,
             };
-            let of_tokens = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float);
-            let of_values = |values: &Tensor| (values - 1.0).square().sum(Kind::Float);
-            head.backward(&policy, batch, 1.0, of_tokens, of_values).unwrap();
+            let token_loss = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float);
+            let value_loss = |values: &Tensor| (values - 1.0).square().sum(Kind::Float);
+            head.backward(&policy, batch, 1.0, token_loss, value_loss).unwrap();
             optimizer.step(1e-2).unwrap();
         }
         tch::no_grad(|| head.values_at(&policy, &SEQUENCES, &spans).unwrap())

@@ -242,14 +242,14 @@ fn a_learner_refuses_rows_sizes_shapes_and_rates_before_anything_moves() {
 #[test]
 fn settings_of_the_optimizer_that_others_are_in_the_place_of_are_refused() {
     type Change = fn(&mut StepConfig);
-    let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
+    let reason = "StepTrainer::with_schedule sets the learning rate of each step";
     let changes: [(Change, &str, &str); 7] = [
-        (|c| c.optimizer.lr_scheduler_type = LrSchedulerType::Cosine, "lr_scheduler_type = cosine", of_schedule),
-        (|c| c.optimizer.warmup_steps = 7, "warmup_steps = 7", of_schedule),
-        (|c| c.optimizer.lr_end = Some(1e-6), "lr_end = 0.000001", of_schedule),
-        (|c| c.optimizer.num_cycles = Some(2.0), "num_cycles = 2", of_schedule),
-        (|c| c.optimizer.num_decay_steps = Some(5), "num_decay_steps = 5", of_schedule),
-        (|c| c.optimizer.decay_type = DecayType::Linear, "decay_type = linear", of_schedule),
+        (|c| c.optimizer.lr_scheduler_type = LrSchedulerType::Cosine, "lr_scheduler_type = cosine", reason),
+        (|c| c.optimizer.warmup_steps = 7, "warmup_steps = 7", reason),
+        (|c| c.optimizer.lr_end = Some(1e-6), "lr_end = 0.000001", reason),
+        (|c| c.optimizer.num_cycles = Some(2.0), "num_cycles = 2", reason),
+        (|c| c.optimizer.num_decay_steps = Some(5), "num_decay_steps = 5", reason),
+        (|c| c.optimizer.decay_type = DecayType::Linear, "decay_type = linear", reason),
         (|c| c.optimizer.max_grad_norm = Some(0.5), "max_grad_norm = 0.5", "max_grad_norm of StepConfig is the limit"),
     ];
     for (change, found, instead) in changes {
@@ -394,8 +394,9 @@ fn lower_layers_that_are_shared_never_move_and_are_held_once() {
     );
     for (param, old) in trainer.reference.params().iter().zip(&reference) {
         assert!(param.tensor.equal(old), "the reference moved: {}", param.name);
-        let own = trainer.learner.policy.params().iter().find(|own| own.name == param.name).unwrap();
-        let shared = own.tensor.data_ptr() == param.tensor.data_ptr();
+        let policy_param =
+            trainer.learner.policy.params().iter().find(|policy_param| policy_param.name == param.name).unwrap();
+        let shared = policy_param.tensor.data_ptr() == param.tensor.data_ptr();
         assert_eq!(
             shared,
             !(param.name.contains(".h.1.") || param.name.contains("ln_f") || param.name.contains("v_head")),
@@ -442,8 +443,8 @@ fn an_encoder_decoder_samples_and_learns_and_its_responses_have_no_start_token()
         "responses: expected them without the decoder's start token, which the model adds, found 0 first in each"
     );
     let decoder = CausalLm::from_pretrained(&init("ref"), options).unwrap();
-    let of_decoder = StepTrainer::new(config.clone(), load().unwrap(), Some(decoder), tokenizer());
-    let error = of_decoder.unwrap_err().to_string();
+    let mixed = StepTrainer::new(config.clone(), load().unwrap(), Some(decoder), tokenizer());
+    let error = mixed.unwrap_err().to_string();
     assert_eq!(error, "reference: expected an encoder-decoder, as the policy is, found a single stack of layers");
     let shared = StepConfig { num_shared_layers: Some(1), ..config };
     let error = StepTrainer::new(shared, load().unwrap(), None, tokenizer()).unwrap_err().to_string();
@@ -515,8 +516,8 @@ fn the_best_model_is_looked_for_every_so_many_steps() {
     }
     let kept = CausalLm::from_pretrained(&out.join("best"), ModelOptions::default()).unwrap();
     let policy = trainer.learner.policy.params();
-    for (param, (own, third)) in kept.params().iter().zip(policy.iter().zip(&third)) {
-        assert_eq!(param.name, own.name);
+    for (param, (policy_param, third)) in kept.params().iter().zip(policy.iter().zip(&third)) {
+        assert_eq!(param.name, policy_param.name);
         assert!(param.tensor.equal(third), "{}: the first and the third call are looked at", param.name);
     }
 }
@@ -599,8 +600,8 @@ fn a_step_on_tensors_of_the_callers_own_is_that_of_step() {
     assert_close("rewards", &found.rewards, &rewards, 1e-6);
     assert_close("kl", &found.kl, &kl, 1e-6);
     let (_, advantages, returns) = parts.advantages_of(&e.values, &found.rewards, mask).unwrap();
-    let own = parts.experience_of((&queries, &responses), &e.logprobs, &e.values, None).unwrap();
-    let stats = parts.train_on(&own, &advantages, &returns).unwrap();
+    let experience = parts.experience_of((&queries, &responses), &e.logprobs, &e.values, None).unwrap();
+    let stats = parts.train_on(&experience, &advantages, &returns).unwrap();
     assert!(
         stats.get("loss/policy").is_some()
             && stats.stat("policy/ratio").is_some()
@@ -625,7 +626,7 @@ fn a_step_on_tensors_of_the_callers_own_is_that_of_step() {
         parts.experience_of((&queries, &responses), &wide, &e.values, None).unwrap_err(),
         "old_logprobs: expected shape [4, 4]",
     );
-    refused(parts.train_on(&own, &wide, &returns).unwrap_err(), "advantages: expected shape [4, 4]");
+    refused(parts.train_on(&experience, &wide, &returns).unwrap_err(), "advantages: expected shape [4, 4]");
 }
 
 #[test]
@@ -794,8 +795,8 @@ fn logged_metrics_and_the_best_model_are_in_the_folder_and_saved_models_read_bac
     let dir = out.join("model");
     trainer.save_pretrained(&dir).unwrap();
     let saved = CausalLmWithValueHead::from_pretrained(&dir, ValueHeadInit::Checkpoint, options).unwrap();
-    for (param, own) in saved.lm().params().iter().zip(trainer.learner.policy.params()) {
-        assert!(param.tensor.equal(&own.tensor), "{}", param.name);
+    for (param, policy_param) in saved.lm().params().iter().zip(trainer.learner.policy.params()) {
+        assert!(param.tensor.equal(&policy_param.tensor), "{}", param.name);
     }
     assert!(std::fs::read_to_string(dir.join("README.md")).unwrap().contains("| steps | 3 |"));
     let again = StepConfig { output_dir: Some(out), ..trainer.config().clone() };
@@ -817,8 +818,8 @@ fn logged_metrics_and_the_best_model_are_in_the_folder_and_saved_models_read_bac
 fn the_pieces_by_hand_are_what_step_does() {
     let (queries, responses, scores) = rows();
     let order: Vec<usize> = vec![2, 0, 3, 1];
-    let given = order.clone();
-    let mut whole = small(|c| c.ppo_epochs = 1).with_order(move |_, _| given.clone());
+    let given_order = order.clone();
+    let mut whole = small(|c| c.ppo_epochs = 1).with_order(move |_, _| given_order.clone());
     let stats = whole.step(&queries, &responses, &scores, None).unwrap();
 
     let mut pieces = small(|c| c.ppo_epochs = 1);
@@ -838,7 +839,7 @@ fn the_pieces_by_hand_are_what_step_does() {
     }
     // The losses of numbers that did not move: ratios are 1, so the policy's is minus the mean advantage.
     let mask = &e.masks.response;
-    let (policy, value, of_loss) = pieces.loss(&LossInputs {
+    let (policy, value, loss_stats) = pieces.loss(&LossInputs {
         old_logprobs: &e.logprobs,
         values: &e.values,
         entropy: &e.logprobs.zeros_like(),
@@ -851,8 +852,8 @@ fn the_pieces_by_hand_are_what_step_does() {
     assert!(policy.double_value(&[]).abs() < 1e-6, "whitened advantages have the mean 0");
     let errors = (&e.values - &targets.returns).square().masked_select(mask).mean(Kind::Float).double_value(&[]);
     assert!((value.double_value(&[]) - 0.1 * errors / 2.0).abs() < 1e-5);
-    assert!((of_loss.get("val/error").unwrap() - errors).abs() < 1e-5);
-    assert_eq!(of_loss.get("policy/clipfrac"), Some(0.0));
+    assert!((loss_stats.get("val/error").unwrap() - errors).abs() < 1e-5);
+    assert_eq!(loss_stats.get("policy/clipfrac"), Some(0.0));
 }
 
 const LEGACY: &str =
@@ -860,7 +861,7 @@ const LEGACY: &str =
 
 #[test]
 fn the_preset_trains_one_model_with_a_value_head_from_the_command_line() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     let flags = "--batch_size 4 --mini_batch_size 2 --ppo_epochs 2 --steps 8 --init_kl_coef 0.3 --kl_penalty abs \
                  --response_length 4 --temperature 0.9 --learning_rate 1e-3 --save_steps 1 --use_score_scaling";
     scratch.succeeds(&format!("{LEGACY} {flags} --output_dir out"));
@@ -892,7 +893,7 @@ fn the_preset_trains_one_model_with_a_value_head_from_the_command_line() {
 
 #[test]
 fn a_file_may_name_the_preset_and_use_trls_names_and_a_flag_wins_over_both() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     scratch.write(
         "legacy.yaml",
         "preset: trl-legacy\nmodel_name: policy\nquery_dataset: prompts.jsonl\nreward: length:target=3\nbatch_size: 4\n\
@@ -912,7 +913,7 @@ fn a_file_may_name_the_preset_and_use_trls_names_and_a_flag_wins_over_both() {
 
 #[test]
 fn settings_that_have_no_place_are_refused_by_the_command_with_the_reason() {
-    let scratch = Scratch::of_family("gpt2");
+    let scratch = Scratch::with_policy("gpt2");
     for (flags, words) in [
         ("--world_size 8", "world_size = 8: the number of ranks is the launcher's; expected none or 1"),
         ("--forward_batch_size 4", "forward_batch_size = 4: it is mini_batch_size under its older name"),

@@ -197,8 +197,9 @@ fn cycles(arrows: &Arrows) -> Vec<String> {
         .map(|((from, _), _)| reach[from.as_str()].iter().copied().filter(|to| mutual(from, to)).collect())
         .collect();
     let describe = |group: Vec<&str>| {
-        let own = inside.iter().filter(|((from, _), _)| group.contains(&from.as_str()));
-        let lines: Vec<String> = own.map(|((from, to), place)| format!("    {from} -> {to}    {place}")).collect();
+        let group_arrows = inside.iter().filter(|((from, _), _)| group.contains(&from.as_str()));
+        let lines: Vec<String> =
+            group_arrows.map(|((from, to), place)| format!("    {from} -> {to}    {place}")).collect();
         format!("cycle of {}: {}\n{}", group.len(), group.join(", "), lines.join("\n"))
     };
     groups.into_iter().map(describe).collect()

@@ -36,7 +36,7 @@ pub(crate) fn init(model: &str) -> PathBuf {
 }
 
 /// The folder whose models and PPO variants are compared: `$RLHF_GOLDEN`, else `golden`.
-pub(crate) fn given_golden() -> PathBuf {
+pub(crate) fn chosen_golden() -> PathBuf {
     let committed = golden();
     std::env::var_os("RLHF_GOLDEN").map_or(committed, PathBuf::from)
 }
@@ -88,8 +88,8 @@ impl Tensors {
     /// `NAME[..., ::7]` every seventh column.
     pub(crate) fn part(&self, name: &str) -> Part<'_> {
         let stored = [(name.to_string(), 0, 1), (format!("{name}[::7]"), 0, 7), (format!("{name}[..., ::7]"), -1, 7)];
-        let found = stored.iter().find_map(|(name, dim, step)| Some((self.0.get(name)?, *dim, *step)));
-        let (tensor, dim, step) = found.unwrap_or_else(|| panic!("no golden tensor `{name}`, whole or in part"));
+        let stored_part = stored.iter().find_map(|(name, dim, step)| Some((self.0.get(name)?, *dim, *step)));
+        let (tensor, dim, step) = stored_part.unwrap_or_else(|| panic!("no golden tensor `{name}`, whole or in part"));
         Part { tensor, dim, step }
     }
 
@@ -112,7 +112,7 @@ pub(crate) struct Part<'a> {
 
 impl Part<'_> {
     /// The same part of a whole tensor, or, where the part is of columns, of some rows of one.
-    pub(crate) fn of(&self, whole: &Tensor) -> Tensor {
+    pub(crate) fn select(&self, whole: &Tensor) -> Tensor {
         if self.step == 1 { whole.shallow_clone() } else { whole.slice(self.dim, None, None, self.step) }
     }
 }

@@ -220,8 +220,8 @@ fn tokens_that_no_file_sets_are_those_of_the_class_and_of_the_padding_of_tokeniz
         let tokenizer = open(&[("tokenizer.json", json.as_str()), ("tokenizer_config.json", config)]);
         assert_eq!(tokenizer.pad(), pad, "{config}");
     }
-    let of_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);
-    assert_eq!((of_class.eos(), of_class.pad()), (Some(0), Some(1)));
+    let by_class = open(&[("tokenizer_config.json", r#"{"tokenizer_class": "GPTNeoXTokenizer"}"#)]);
+    assert_eq!((by_class.eos(), by_class.pad()), (Some(0), Some(1)));
 }
 
 #[test]
@@ -275,7 +275,7 @@ fn settings_of_berts_classes_replace_the_normalizer_of_the_file_as_in_transforme
     let as_it_is = |_: &mut Value| {};
     // Computed by transformers 5.23: the words and their accents in lower case, then two Chinese characters.
     let lower = [2, 234, 100, 64, 63, 1, 1, 3];
-    let own: [(&Change, Value, &str, &[i64]); 10] = [
+    let cases: [(&Change, Value, &str, &[i64]); 10] = [
         (&as_it_is, json!({ "tokenizer_class": "BertTokenizer" }), "bert", &lower),
         (&as_it_is, json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": false }), "bert", &[2, 1, 1, 1, 1, 3]),
         (
@@ -298,7 +298,7 @@ fn settings_of_berts_classes_replace_the_normalizer_of_the_file_as_in_transforme
         (&as_it_is, json!({ "do_lower_case": false }), "", &lower),
         (&cased, json!({ "tokenizer_class": "TokenizersBackend" }), "bert", &[2, 1, 1, 1, 1, 3]),
     ];
-    for (change, settings, family, ids) in own {
+    for (change, settings, family, ids) in cases {
         let tokenizer = with_settings("tokenizers/bert", change, &settings, family).unwrap();
         assert_eq!(tokenizer.encode("HELLO Caf\u{e9} \u{6771}\u{4eac}").unwrap(), ids, "{settings} {family}");
     }
@@ -486,15 +486,15 @@ fn prompt_and_response_of_an_encoder_decoder_are_two_texts_that_end_with_eos() {
     let goldens = read_json(&golden().join("tokenizers/golden.json"));
     let cases = goldens["t5"]["cases"].as_array().unwrap();
     let cases: Vec<_> = cases.iter().map(|case| (case["text"].as_str().unwrap(), ids(&case["ids"]))).collect();
-    for (prompt, of_prompt) in &cases {
-        assert_eq!(of_prompt.last(), tokenizer.eos().as_ref());
-        assert_eq!(&tokenizer.encode_prompt(prompt).unwrap(), of_prompt, "{prompt:?}");
-        for (response, of_response) in &cases {
-            let whole = ([&of_prompt[..], of_response].concat(), of_prompt.len());
+    for (prompt, prompt_ids) in &cases {
+        assert_eq!(prompt_ids.last(), tokenizer.eos().as_ref());
+        assert_eq!(&tokenizer.encode_prompt(prompt).unwrap(), prompt_ids, "{prompt:?}");
+        for (response, response_ids) in &cases {
+            let whole = ([&prompt_ids[..], response_ids].concat(), prompt_ids.len());
             assert_eq!(tokenizer.encode_pair(prompt, response).unwrap(), whole, "{prompt:?} {response:?}");
-            let alone = tokenizer.decode(of_response).unwrap();
-            assert_eq!(tokenizer.decode_after(of_prompt, of_response).unwrap(), alone);
-            assert_eq!(streamed(&tokenizer, of_prompt, of_response).concat(), alone);
+            let alone = tokenizer.decode(response_ids).unwrap();
+            assert_eq!(tokenizer.decode_after(prompt_ids, response_ids).unwrap(), alone);
+            assert_eq!(streamed(&tokenizer, prompt_ids, response_ids).concat(), alone);
         }
     }
     let (open, border) = tokenizer.encode_unclosed_pair("The movie", "was great").unwrap();
@@ -934,10 +934,10 @@ fn a_tokenizer_that_appends_eos_puts_none_behind_a_prompt() {
         |tokenizer| dataset.prompts(tokenizer, 320, 64).unwrap().into_iter().map(|p| p.tokens).collect::<Vec<_>>();
     assert_eq!(prompts(&tokenizer), prompts(&plain));
     assert_eq!(prompts(&tokenizer)[1].last(), Some(&0), "an eos of the row's own stays");
-    let of = |tokenizer: &Tokenizer| {
+    let pairs = |tokenizer: &Tokenizer| {
         (tokenizer.encode_pair("hi", " oh").unwrap(), tokenizer.encode_unclosed_pair("hi", " oh").unwrap())
     };
-    assert_eq!(of(&tokenizer), of(&plain));
+    assert_eq!(pairs(&tokenizer), pairs(&plain));
 }
 
 #[test]

@@ -245,10 +245,10 @@ fn generate_plays_with_the_environment_in_parts_of_any_size() {
         "generate --model_name_or_path caller --tools helpers.add --max_new_tokens 100 --system_prompt Please. 3+4";
     let row: Value = serde_json::from_str(&scratch.run(asked).stdout).unwrap();
     assert!(row["prompt"].as_str().unwrap().contains("Please."), "{row}");
-    let of = |rows: &[Value]| {
+    let episodes = |rows: &[Value]| {
         rows.iter().map(|row| (row["messages"].clone(), row["env_reward"].clone())).collect::<Vec<_>>()
     };
-    assert_eq!(of(&rows(4)), of(&whole));
+    assert_eq!(episodes(&rows(4)), episodes(&whole));
     let ran = scratch.run(&format!("{line} --output_format text"));
     let text = ran.stdout;
     assert!(text.contains("-> add({\"a\": ") && text.contains("\n<- ") && text.contains("(reward 1)"), "{text}");
@@ -277,12 +277,12 @@ fn eval_scores_by_the_reward_of_the_environment_and_continues_after_a_cut() {
     let ruled: Value = serde_json::from_str(&scratch.read("ruled/summary.json")).unwrap();
     assert!(ruled["a"]["mean_score"].as_f64().unwrap() > whole["a"]["mean_score"].as_f64().unwrap(), "{ruled}");
     // A column has no episode: it is compared by the other rewards alone.
-    let beside = "--reward exact:answer --compare_column answer --num_prompts 8 --output_dir beside";
-    let ran = scratch.run(&format!("{line} {beside}"));
+    let flags = "--reward exact:answer --compare_column answer --num_prompts 8 --output_dir beside";
+    let ran = scratch.run(&format!("{line} {flags}"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let beside: Value = serde_json::from_str(&scratch.read("beside/summary.json")).unwrap();
-    let [own, column] = ["a", "b"].map(|side| beside[side]["mean_score"].as_f64().unwrap());
-    assert!(own <= 1.0 && column == 1.0, "{beside}");
+    let summary: Value = serde_json::from_str(&scratch.read("beside/summary.json")).unwrap();
+    let [generated, column] = ["a", "b"].map(|side| summary[side]["mean_score"].as_f64().unwrap());
+    assert!(generated <= 1.0 && column == 1.0, "{summary}");
     scratch.write("silent.py", &MODULE.replace("get_reward", "_get_reward"));
     for (words, expected) in [
         ("--tools helpers.add --output_dir new", "no judge: set"),

@@ -20,13 +20,13 @@ fn events(scratch: &Scratch) -> Vec<Map<String, Value>> {
     json_lines(&scratch.read("events"))
 }
 
-fn of_type(events: &[Map<String, Value>], kind: &str) -> Vec<Map<String, Value>> {
+fn with_type(events: &[Map<String, Value>], kind: &str) -> Vec<Map<String, Value>> {
     events.iter().filter(|event| event["type"] == kind).cloned().collect()
 }
 
 /// The metrics of the events.
 fn metrics(events: &[Map<String, Value>]) -> Vec<Value> {
-    of_type(events, "metrics").into_iter().map(|event| event["metrics"].clone()).collect()
+    with_type(events, "metrics").into_iter().map(|event| event["metrics"].clone()).collect()
 }
 
 /// The lines of `metrics.jsonl`.
@@ -60,14 +60,14 @@ fn a_program_gets_all_events_of_a_run_and_a_resumed_run_continues_there() {
     }
     assert_eq!((&start["config"]["seed"], &start["config"]["learning_rate"]), (&json!(42), &json!(3e-6)));
     assert_eq!(metrics(&found), lines(&scratch));
-    let samples = of_type(&found, "samples");
+    let samples = with_type(&found, "samples");
     let sources: Vec<&str> = samples.iter().map(|table| table["source"].as_str().unwrap()).collect();
     assert!(sources.contains(&"evaluation") && sources.contains(&"sample_prompts"), "{sources:?}");
     let row = samples[0]["samples"][0].as_object().unwrap();
     assert!(row.contains_key("prompt") && row.contains_key("response") && !row.contains_key("logprobs"), "{row:?}");
-    let saved: Vec<Value> = of_type(&found, "saved").into_iter().map(|event| event["kind"].clone()).collect();
+    let saved: Vec<Value> = with_type(&found, "saved").into_iter().map(|event| event["kind"].clone()).collect();
     assert!(["best", "checkpoint", "final"].iter().all(|kind| saved.contains(&json!(kind))), "{saved:?}");
-    let best = of_type(&found, "saved").into_iter().find(|event| event["kind"] == "best").unwrap();
+    let best = with_type(&found, "saved").into_iter().find(|event| event["kind"] == "best").unwrap();
     assert_eq!(best["best"]["metric"], "eval/score");
     let end = found.last().unwrap();
     assert_eq!((&end["type"], &end["status"]), (&json!("end"), &json!("finished")));
@@ -85,7 +85,7 @@ fn a_program_gets_all_events_of_a_run_and_a_resumed_run_continues_there() {
     assert_eq!(resumed[0]["resume"], json!({"id": "run-7", "updates": 2, "rollbacks": 0}));
     assert_eq!(resumed[0]["kwargs"], json!({"a": [1, "b"]}));
     assert_eq!([metrics(&found), metrics(&resumed)].concat(), lines(&scratch));
-    let artifact = &of_type(&resumed, "artifact")[0];
+    let artifact = &with_type(&resumed, "artifact")[0];
     let files = artifact["files"].as_array().unwrap();
     for name in ["config.json", "model.safetensors", "tokenizer.json", "README.md"] {
         assert!(files.contains(&json!(name)), "{name}: {files:?}");
@@ -113,7 +113,7 @@ fn arguments_of_programs_do_not_leave_the_machine_with_the_settings() {
     let found = events(&scratch);
     assert_eq!(found[0]["config"]["reward_command"], "env ...");
     assert_eq!(found[0]["config"]["report_to"], json!(["tensorboard", "command:env ..."]));
-    let artifact = &of_type(&found, "artifact")[0];
+    let artifact = &with_type(&found, "artifact")[0];
     assert!(!artifact["files"].as_array().unwrap().contains(&json!("config.yaml")), "{artifact:?}");
     assert!(!scratch.read("events").contains("pw123"));
     for entry in std::fs::read_dir(scratch.path("out")).unwrap() {
@@ -285,8 +285,8 @@ fn a_client_gets_the_numbers_of_the_run_and_its_output_and_its_errors_stay_out_o
     assert!(init["name"].as_str().unwrap().starts_with("taken-"), "a name of its own: {init}");
     assert_eq!(found[0][2], "", "standard input has nothing");
     let logged = |step: u64| {
-        let of_step = found.iter().filter(|call| call[0] == "log" && call[1] == step);
-        of_step.map(|call| call[2].clone()).collect::<Vec<_>>()
+        let step_calls = found.iter().filter(|call| call[0] == "log" && call[1] == step);
+        step_calls.map(|call| call[2].clone()).collect::<Vec<_>>()
     };
     for line in lines(&scratch) {
         let mut expected = line.as_object().unwrap().clone();
@@ -415,7 +415,7 @@ fn alarms_and_rollbacks_are_passed_on() {
     let expected: Vec<(Value, Value)> =
         alarms.iter().map(|line| (line["step"].clone(), line["message"].clone())).collect();
     assert_eq!(passed, expected);
-    let rollbacks = of_type(&found, "rollback");
+    let rollbacks = with_type(&found, "rollback");
     assert!(!rollbacks.is_empty());
     // The updates after a rollback are there twice, with the later ones as in the file.
     let mut last: Map<String, Value> = Map::new();

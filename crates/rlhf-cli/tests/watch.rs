@@ -75,7 +75,7 @@ impl Drop for Watch {
 }
 
 /// The revision that a page names.
-fn revision_of(page: &str) -> &str {
+fn page_revision(page: &str) -> &str {
     let (_, rest) = page.split_once("data-revision=\"").unwrap();
     rest.split('"').next().unwrap()
 }
@@ -116,7 +116,7 @@ fn new_lines_samples_and_alarms_are_in_the_next_parts_and_all_text_is_escaped() 
         assert!(page.body.contains(part), "no {part} in {}", page.body);
     }
     assert_eq!(page.body.matches("<script").count(), 1);
-    let revision = revision_of(&page.body);
+    let revision = page_revision(&page.body);
     assert_eq!(watch.parts(revision), json!({"revision": revision, "parts": {}}));
     assert_eq!(watch.parts("")["parts"].as_object().unwrap().len(), 6, "all parts");
 
@@ -202,7 +202,7 @@ fn a_run_can_be_watched_before_its_first_update_and_while_its_folder_is_gone() {
     let page = watch.get("/").body;
     assert!(page.contains("update 0") && page.contains("0 updates so far"), "{page}");
     std::fs::rename(scratch.path("out"), scratch.path("elsewhere")).unwrap();
-    let gone = watch.next_parts(revision_of(&page));
+    let gone = watch.next_parts(page_revision(&page));
     let progress = gone["parts"]["progress"].as_str().unwrap();
     assert!(
         progress.contains("last state that could be read: ") && progress.contains("found no such folder"),

@@ -18,10 +18,10 @@ use super::{foreign, help};
 pub(super) fn normalize(args: impl IntoIterator<Item = OsString>, rlhf: &Command) -> Vec<OsString> {
     let flags = || rlhf.get_subcommands().flat_map(Command::get_arguments);
     let flag = |name: &str| {
-        let of_name = || flags().filter(|a| a.get_long() == Some(name));
+        let with_name = || flags().filter(|a| a.get_long() == Some(name));
         // A name of TRL in one command may be a switch of another.
-        let switch = of_name().find(|a| a.is_require_equals_set());
-        switch.or_else(|| of_name().next()).or_else(|| flags().find(|a| is_named(a, name)))
+        let switch = with_name().find(|a| a.is_require_equals_set());
+        switch.or_else(|| with_name().next()).or_else(|| flags().find(|a| is_named(a, name)))
     };
     let mut args = args.into_iter().peekable();
     let mut normal = Vec::new();
@@ -55,8 +55,8 @@ pub(super) fn normalize(args: impl IntoIterator<Item = OsString>, rlhf: &Command
     normal
 }
 
-/// Parses the command line without what is required, which the configuration file may hold. Flags that cannot be parsed are
-/// removed from `args` and refused.
+/// Parses the command line with no required flags, as the configuration file may have them. Flags that cannot be parsed are removed
+/// from `args` and refused.
 ///
 /// # Errors
 /// Help, or an error that is about no single flag.
@@ -82,9 +82,9 @@ pub(super) fn parse_flags(
     }
 }
 
-/// Parses the command line with `command`. Required flags that are missing are refused; the result is then that of the command
-/// that `relaxed` returns.
-pub(super) fn matches_of(
+/// Parses the command line with `command`. Required flags that are missing are refused; then the command that `relaxed` returns parses
+/// the line.
+pub(super) fn parse_matches(
     command: &Command,
     args: &[OsString],
     refusals: &mut Refusals,
@@ -100,9 +100,9 @@ pub(super) fn matches_of(
         let missing: Vec<&str> = missing.map(String::as_str).collect();
         if !missing.is_empty() {
             let line = format!("the following required arguments were not provided: {}", missing.join(", "));
-            // An argument without a flag is also refused by its name, by which the checks of its placeholder call it.
-            let own = args.get(1).and_then(|name| command.find_subcommand(name));
-            let positionals = own.into_iter().flat_map(Command::get_positionals);
+            // A positional argument is also refused by its id: the checks of its placeholder value call it so.
+            let subcommand = args.get(1).and_then(|name| command.find_subcommand(name));
+            let positionals = subcommand.into_iter().flat_map(Command::get_positionals);
             let ids = positionals.filter(|arg| missing.contains(&&*arg.to_string())).map(|arg| arg.get_id().as_str());
             refusals.refuse(line, missing.iter().map(|flag| flag_name(flag)).chain(ids));
         }
@@ -142,9 +142,10 @@ fn remove_refused(args: &mut Vec<OsString>, error: &clap::Error, rlhf: &Command,
     let mut kept: Vec<OsString> = Vec::new();
     let mut words = args.drain(..).enumerate().peekable();
     while let Some((at, word)) = words.next() {
-        // A word without a flag may also be the value of one before it.
-        let is_own = at > 1 && at < end && (is_flag || !kept.last().is_some_and(|last| takes_next_word(command, last)));
-        let Some(whole) = (if is_own { as_flag(&word) } else { None }) else {
+        // A word without a flag may also be the value of a flag before it.
+        let is_candidate =
+            at > 1 && at < end && (is_flag || !kept.last().is_some_and(|last| takes_next_word(command, last)));
+        let Some(whole) = (if is_candidate { as_flag(&word) } else { None }) else {
             kept.push(word);
             continue;
         };
@@ -204,11 +205,11 @@ fn unknown_flag(name: &str, rlhf: &Command, command: &Command) -> (String, Vec<S
 /// Returns a hint where `name` is no flag of `command`, but one that users expect there.
 fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
     let has = |command: &Command, name: &str| command.get_arguments().any(|arg| is_named(arg, name));
-    let own = command.get_name();
-    if (own, name) == ("replay", "config") {
+    let command_name = command.get_name();
+    if (command_name, name) == ("replay", "config") {
         return Some("replay has the settings of the run, which its flags change".into());
     }
-    // transformers has such a flag beside each that is on by default.
+    // transformers has a flag `--no_NAME` for each flag that is on by default.
     let is_switch = |arg: &&Arg| arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "BOOL"));
     let switch = |flag: &&str| command.get_arguments().filter(is_switch).any(|arg| is_named(arg, flag));
     if let Some(flag) = name.strip_prefix("no_").filter(switch) {
@@ -218,7 +219,10 @@ fn elsewhere(name: &str, rlhf: &Command, command: &Command) -> Option<String> {
     let outer: Vec<&Command> = ["launch", "plan"].iter().filter_map(|outer| rlhf.find_subcommand(outer)).collect();
     let outer: Vec<&str> = outer.into_iter().filter(|outer| has(outer, name)).map(Command::get_name).collect();
     let first = outer.first().filter(|_| has(command, "dataset_name"))?;
-    Some(format!("flags of {} come before the command: rlhf {first} --{name} ... {own} ...", outer.join(" and ")))
+    Some(format!(
+        "flags of {} come before the command: rlhf {first} --{name} ... {command_name} ...",
+        outer.join(" and ")
+    ))
 }
 
 /// Returns the name of a flag as clap prints it (`--seed <N>`: `seed`), and an argument without a flag as it is (`<MODEL>`).
@@ -230,7 +234,7 @@ fn flag_name(shown: &str) -> &str {
     name.split([' ', '=', '[', '<']).next().unwrap_or_default()
 }
 
-/// Has the flags of `command` on the command line `args` called in errors as they are there, which may be by an alias.
+/// Makes errors call the flags of `command` as they are written on the command line `args`, which may be by an alias.
 pub(super) fn call_as_written(command: &Command, args: &[OsString], refusals: &mut Refusals) {
     let words = args.iter().take_while(|word| *word != "--").filter_map(|word| word.to_str()?.strip_prefix("--"));
     for name in words.filter_map(|word| word.split('=').next()) {
@@ -245,8 +249,8 @@ pub(super) fn on_line(flags: &ArgMatches, name: &str) -> bool {
     flags.try_contains_id(name).is_ok() && flags.value_source(name) == Some(ValueSource::CommandLine)
 }
 
-/// Divides the words of `rlhf NAME FLAGS COMMAND ARGUMENTS` before the command, one of `commands` or the first word that is no flag and no
-/// value; `--` before it is left out. The word after a flag is its value; after the flags `alone` only if it is yes or no.
+/// Splits the words of `rlhf NAME FLAGS COMMAND ARGUMENTS` before the command: one of `commands`, or the first word that is neither a flag
+/// nor a value. A `--` before it is left out. The word after a flag is its value; after one of the flags `alone`, only if it is yes or no.
 pub(super) fn split_at_command(
     mut args: Vec<OsString>,
     alone: &[&str],
@@ -462,8 +466,8 @@ mod tests {
                 let text = arg.clone().required(false).value_parser(ValueParser::os_string());
                 let probe = Command::new("probe").no_binary_name(true).args_override_self(true).arg(text);
                 let flag = format!("--{long}");
-                let found = probe.try_get_matches_from([flag.as_str(), "1", flag.as_str(), "2"]).unwrap();
-                let count = found.get_raw(arg.get_id().as_str()).unwrap().count();
+                let matches = probe.try_get_matches_from([flag.as_str(), "1", flag.as_str(), "2"]).unwrap();
+                let count = matches.get_raw(arg.get_id().as_str()).unwrap().count();
                 assert_eq!(count, 2, "rlhf {} {flag}", command.get_name());
                 lists += 1;
             }

@@ -109,16 +109,16 @@ fn values() -> Vec<OsString> {
 
 /// Parses a command line and checks its errors; returns whether it is a task.
 #[track_caller]
-fn check(what: &str, args: Vec<OsString>) -> bool {
+fn check(label: &str, args: Vec<OsString>) -> bool {
     match parse([OsString::from("rlhf")].into_iter().chain(args)) {
         Err(Stop::Error(error)) => {
             let text = error.to_string();
             // One line per refused setting.
-            assert!(!text.trim().is_empty() && text.lines().count() < 50, "{what}: {text}");
+            assert!(!text.trim().is_empty() && text.lines().count() < 50, "{label}: {text}");
             for line in text.lines() {
-                assert!(line.len() < 4000, "{what}: {} bytes: {line}", line.len());
-                assert!(!line.contains(char::is_control), "{what}: {line:?}");
-                assert!(!line.contains("=secret") && !line.contains(":secret"), "{what}: {line}");
+                assert!(line.len() < 4000, "{label}: {} bytes: {line}", line.len());
+                assert!(!line.contains(char::is_control), "{label}: {line:?}");
+                assert!(!line.contains("=secret") && !line.contains(":secret"), "{label}: {line}");
             }
             false
         }

@@ -82,7 +82,7 @@ fn end_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
-/// Lines that the user types, or those of a pipe.
+/// Lines that the user types, or lines of a pipe.
 enum Input {
     Typed(Box<DefaultEditor>),
     Piped(io::Stdin),
@@ -250,7 +250,7 @@ impl Chat {
     fn send(&mut self, message: &str) -> Result<()> {
         let step = self.turn;
         if let Some(tools) = &mut self.tools {
-            let open = tools.open_ones()?;
+            let open = tools.open_talks()?;
             for &at in &open {
                 tools.check(at, &self.speakers[at], &self.config, message)?;
             }
@@ -300,7 +300,7 @@ fn check_system(speakers: &[Speaker], name: &str) -> Result<()> {
     Err(Error::Usage(format!("{name} has no effect: it needs a model with a chat template")))
 }
 
-/// Returns the names of the models: those of their folders, or their paths where these are equal.
+/// Returns the labels of the models: the names of their folders, or their paths if the names are equal.
 fn labels(model: &Path, compare: Option<&Path>) -> [String; 2] {
     let name =
         |path: &Path| path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into());
@@ -315,20 +315,20 @@ mod tests {
 
     #[test]
     fn models_are_labelled_by_their_folders() {
-        let of = |a: &str, b: &str| labels(Path::new(a), Some(Path::new(b)));
-        assert_eq!(of("runs/ppo", "runs/sft"), ["ppo", "sft"]);
-        assert_eq!(of("a/ppo", "b/ppo"), ["a/ppo", "b/ppo"]);
+        let model_labels = |a: &str, b: &str| labels(Path::new(a), Some(Path::new(b)));
+        assert_eq!(model_labels("runs/ppo", "runs/sft"), ["ppo", "sft"]);
+        assert_eq!(model_labels("a/ppo", "b/ppo"), ["a/ppo", "b/ppo"]);
         assert_eq!(labels(Path::new("runs/ppo"), None)[0], "ppo");
     }
 
     #[test]
     fn lines_of_a_pipe_have_a_bound() {
         let mut input = io::Cursor::new(b"one\r\n\ntwo".to_vec());
-        let mut found = Vec::new();
+        let mut lines = Vec::new();
         while let Some(line) = next_line(&mut input).unwrap() {
-            found.push(line);
+            lines.push(line);
         }
-        assert_eq!(found, ["one", "", "two"]);
+        assert_eq!(lines, ["one", "", "two"]);
         let error = next_line(&mut io::BufReader::new(io::repeat(b'a'))).unwrap_err();
         assert!(error.to_string().contains("at most 1 MiB"), "{error}");
         let error = next_line(&mut io::Cursor::new(b"\xff\n".to_vec())).unwrap_err();

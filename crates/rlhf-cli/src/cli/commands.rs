@@ -261,17 +261,17 @@ Examples:
 
 /// Returns the whole command line of `rlhf`.
 pub(super) fn rlhf_command() -> &'static Command {
-    static RLHF: LazyLock<Command> = LazyLock::new(whole);
+    static RLHF: LazyLock<Command> = LazyLock::new(build_command);
     &RLHF
 }
 
-fn whole() -> Command {
+fn build_command() -> Command {
     let file = Arg::new("config")
         .long("config")
         .value_name("FILE")
         .value_parser(ValueParser::path_buf())
         .help("YAML file of settings, by the names of their flags; a flag wins over the file");
-    // clap's long help would take a paragraph per flag; `help` makes both forms from its short one.
+    // clap's long help would take a paragraph per flag; the module `help` makes both forms from the short one.
     let help = Arg::new("help").short('h').long("help").action(ArgAction::HelpShort);
     let help = help.help("Print help: -h the most used flags, --help all flags");
     Command::new("rlhf")
@@ -281,8 +281,8 @@ fn whole() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .disable_help_subcommand(true)
-        .subcommands(trainers())
-        .subcommands(others())
+        .subcommands(training_commands())
+        .subcommands(other_commands())
         .mut_subcommands(|command| command.disable_help_flag(true).arg(help.clone()))
         .mut_subcommands(|command| match command.get_name() {
             LAUNCH | PLAN | REPLAY => command,
@@ -303,7 +303,7 @@ fn whole() -> Command {
 }
 
 /// Returns the commands that train.
-fn trainers() -> [Command; 7] {
+fn training_commands() -> [Command; 7] {
     [
         foreign::with_flags(flags::command::<SftConfig>("sft"))
             .about("Fine-tune a language model on texts or demonstrations")
@@ -329,28 +329,28 @@ fn trainers() -> [Command; 7] {
     ]
 }
 
-/// Returns `dpo` with its own defaults of settings that other commands have too.
+/// Returns `dpo`, with its own defaults for settings that other commands have too.
 fn dpo_command() -> Command {
     let help =
         "Dataset of texts for a language-modelling loss beside that of the pairs: a file, a folder or a hub name";
     let texts = |arg: Arg| if arg.get_id() == "unsupervised_dataset_name" { arg.help(help) } else { arg };
-    with_own_defaults(flags::command::<DpoConfig>("dpo"), DpoConfig::own_defaults()).mut_args(texts)
+    with_command_defaults(flags::command::<DpoConfig>("dpo"), DpoConfig::own_defaults()).mut_args(texts)
 }
 
-/// As [`dpo_command`].
+/// Returns `distill`, as [`dpo_command`] returns `dpo`.
 fn distill_command() -> Command {
-    with_own_defaults(flags::command::<DistillConfig>("distill"), DistillConfig::own_defaults())
+    with_command_defaults(flags::command::<DistillConfig>("distill"), DistillConfig::own_defaults())
 }
 
-fn with_own_defaults(command: Command, own: &'static [(&'static str, &'static str)]) -> Command {
-    command.mut_args(|arg| match own.iter().find(|(name, _)| arg.get_id() == name) {
+fn with_command_defaults(command: Command, defaults: &'static [(&'static str, &'static str)]) -> Command {
+    command.mut_args(|arg| match defaults.iter().find(|(name, _)| arg.get_id() == name) {
         Some((_, value)) => arg.default_value(*value),
         None => arg,
     })
 }
 
 /// Returns the other commands.
-fn others() -> Vec<Command> {
+fn other_commands() -> Vec<Command> {
     vec![
         flags::command::<PipelineFlags>(PIPELINE)
             .about("Run SFT, the reward model and PPO, one after another")
@@ -362,7 +362,7 @@ fn others() -> Vec<Command> {
             .about("Log-probabilities of given responses, row by row")
             .after_help(LOGPROBS_HELP),
         foreign::with_flags(flags::command::<ScoreConfig>("score"))
-            // Its name in the commands whose rewards `score` tries.
+            // Commands that train against the reward model call this flag so.
             .mut_arg("model_name_or_path", |model| model.alias("reward_model_path"))
             .about("Scores of a reward model, or of other rewards, row by row")
             .after_help(SCORE_HELP),
@@ -463,7 +463,7 @@ mod tests {
         let eval = "eval_steps metric_for_best_model greater_is_better";
         let steps = "train_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps \
                      num_train_epochs max_steps logging_steps";
-        let of_groups = "advantage_estimator num_generations scale_rewards normalize_advantages multi_objective_aggregation \
+        let group_flags = "advantage_estimator num_generations scale_rewards normalize_advantages multi_objective_aggregation \
                          lam_policy lam_policy_alpha dynamic_sampling dynamic_filtering_reward_range max_num_gen_batches \
                          overlong_buffer_len overlong_penalty_factor sync_ref_model ref_model_mixup_alpha ref_model_sync_steps \
                          loss_type importance_sampling_level top_entropy_quantile off_policy_mask_threshold sapo_temperature_pos \
@@ -473,7 +473,7 @@ mod tests {
         assert_eq!(
             flags("ppo"),
             sorted(&format!(
-                "{of_groups} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
+                "{group_flags} model_name_or_path sft_model_path model_revision reward_model_path reward_label value_model_path \
                  new_reward_head {rewards} {environments} {data} eval_dataset_name \
                  max_prompt_length long_prompts \
                  apply_chat_template system_prompt preset per_device_generation_batch_size generation_batches \
@@ -497,13 +497,13 @@ mod tests {
             ))
         );
         // `model_name_or_path` is the policy there, the preset is the command's, and there is no value model.
-        let of_ppo = flags("ppo");
+        let ppo_flags = flags("ppo");
         let is_there = |name: &&str| {
             !["sft_model_path", "preset"].contains(name) && !NOT_OF_GROUPS.iter().any(|(other, _)| other == name)
         };
-        let of_ppo: Vec<&str> = of_ppo.split(' ').filter(is_there).collect();
+        let ppo_flags: Vec<&str> = ppo_flags.split(' ').filter(is_there).collect();
         for name in ["grpo", "rloo"] {
-            assert_eq!(flags(name), of_ppo.join(" "));
+            assert_eq!(flags(name), ppo_flags.join(" "));
         }
         assert_eq!(
             flags("sft"),
@@ -690,9 +690,9 @@ mod tests {
                 (None, Some(name)) => command = Some(name),
                 (None, None) => {}
                 (Some(name), _) => {
-                    // Where it is the same, theirs is ours.
-                    let theirs = cells[1].split('`').skip(1).step_by(2).filter(|_| *ours == "the same");
-                    for flag in theirs {
+                    // In a row with `the same`, the flag of the first column is also ours.
+                    let trl_flags = cells[1].split('`').skip(1).step_by(2).filter(|_| *ours == "the same");
+                    for flag in trl_flags {
                         assert!(knows(name, flag), "no --{flag} in `rlhf {name}`: {line}");
                         checked += 1;
                     }
@@ -730,9 +730,9 @@ mod tests {
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
                 let is_number = arg.get_value_names().is_some_and(|names| names.iter().any(|name| name == "N"));
                 let (Some(flag), true) = (arg.get_long(), is_number) else { continue };
-                let own = format!("--{flag}");
+                let word = format!("--{flag}");
                 for value in ["18446744073709551615", "9223372036854775807"] {
-                    let words = [&least(command.get_name())[..], &[&own, value]].concat();
+                    let words = [&least(command.get_name())[..], &[&word, value]].concat();
                     if let Err(error) = parse_words(&words) {
                         assert!(error.contains(flag), "{words:?}: {error}");
                     } else {

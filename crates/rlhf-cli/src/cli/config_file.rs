@@ -32,7 +32,7 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
     let mut spelled = BTreeMap::new();
     for Entry { mut setting, error } in entries {
         let name = keys.canonical(&setting.key);
-        // Of two names of a flag, as in a whole configuration of TRL, one may be null, or both may have one value.
+        // A file may have two names of a flag, as a whole configuration of TRL does, if one is null or both have the same value.
         let earlier = settings.iter().position(|earlier| earlier.key == name);
         let is_null = setting.values.is_empty() && error.is_none();
         let is_same = earlier.is_some_and(|place| error.is_none() && settings[place].values == setting.values)
@@ -55,12 +55,12 @@ pub(super) fn read_config(path: &Path, keys: &Keys<'_>, refusals: &mut Refusals)
     Ok(settings)
 }
 
-/// The place of a setting in the file `path`, which the Python package writes for its classes.
+/// The place of a setting in the file `path`. If the Python package wrote the file, for its classes, the place is in Python.
 pub(super) fn origin(path: &Path, line: u64) -> Origin {
     if has_driver() { Origin::Python } else { Origin::Line { path: path.into(), line } }
 }
 
-/// Makes a share of the updates in `warmup_steps`, which transformers 5 allows, `warmup_ratio`, unless that is set too.
+/// Renames a `warmup_steps` that is a share of the updates, which transformers 5 allows, to `warmup_ratio`, unless that is set too.
 fn rename_warmup(entries: &mut Vec<Entry>) {
     const KEYS: [&str; 2] = ["warmup_steps", "warmup_ratio"];
     let is_share = |setting: &Setting| matches!(&setting.values[..], [value] if is_warmup_ratio(value));

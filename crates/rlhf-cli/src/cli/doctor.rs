@@ -32,7 +32,8 @@ pub(crate) fn doctor(config: &DoctorConfig) -> Result<u8> {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("RLHF_COMMIT").filter(|commit| !commit.is_empty()),
     };
-    let (mut found, mut written) = (Vec::new(), Ok(()));
+    let mut findings = Vec::new();
+    let mut written = Ok(());
     examine(config, build, start, &mut |step| match step {
         Step::Checking(name) => show_progress(&name),
         Step::Found(finding) => {
@@ -40,16 +41,16 @@ pub(crate) fn doctor(config: &DoctorConfig) -> Result<u8> {
             if !config.json && written.is_ok() {
                 written = writeln!(io::stdout(), "{}", line(&finding));
             }
-            found.push(finding);
+            findings.push(finding);
         }
     });
     clear_progress();
-    let worst = found.iter().map(|finding| finding.status).max().unwrap_or(Status::Ok);
+    let worst = findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Ok);
     let last = if config.json {
-        let whole = json!({"version": build.version, "status": worst, "checks": found});
+        let whole = json!({"version": build.version, "status": worst, "checks": findings});
         serde_json::to_string_pretty(&whole).unwrap_or_default()
     } else {
-        summary(&found)
+        summary(&findings)
     };
     written.and_then(|()| writeln!(io::stdout(), "{last}")).map_err(Error::io("write to", "standard output"))?;
     Ok(u8::from(worst == Status::Failure))
@@ -82,8 +83,8 @@ fn line(finding: &Finding) -> String {
 }
 
 /// Returns the last line.
-fn summary(found: &[Finding]) -> String {
-    let count = |status: Status| found.iter().filter(|finding| finding.status == status).count();
+fn summary(findings: &[Finding]) -> String {
+    let count = |status: Status| findings.iter().filter(|finding| finding.status == status).count();
     let words = |count: usize, word: &str| format!("{count} {word}{}", if count == 1 { "" } else { "s" });
     match (count(Status::Failure), count(Status::Warning)) {
         (0, 0) => "no problems found".into(),

@@ -60,7 +60,7 @@ pub(super) fn with_refusals(mut refusals: Refusals, error: clap::Error) -> Stop 
 }
 
 /// Returns the error for the command `name` of the Python package, which this program does not have.
-pub(super) fn of_python_package(name: &OsString) -> Option<Error> {
+pub(super) fn python_package_command(name: &OsString) -> Option<Error> {
     let instead = match name.to_str()? {
         "demo" => "in a checkout, `make demo` does the same",
         "setup" => "this program was built with its libtorch and needs no set-up",
@@ -87,7 +87,7 @@ pub(super) fn script_of_trl(word: &str) -> Option<String> {
     Some(format!("{word} is a script of Python: write {command} in its place, with the same flags"))
 }
 
-/// Trainers that are not here, as their commands are called, and the systems that have them: TRL 1.16, or a version before.
+/// Trainers that are not here, by the names of their commands, and the systems that have them: TRL 1.16, or an earlier version.
 const NO_TRAINERS: [(&[&str], &str); 2] =
     [(&["cpo", "kto", "online_dpo", "orpo"], "TRL"), (&["bco", "minillm", "nash_md", "prm", "xpo"], "TRL 1.11")];
 

@@ -29,8 +29,8 @@ fn shown(summary: &Summary, config: &EvaluateConfig) -> String {
     let sides: Vec<&SideSummary> = std::iter::once(&summary.a).chain(&summary.b).collect();
     let row = |name: &str, cells: Vec<String>| std::iter::once(name.to_string()).chain(cells).collect::<Vec<_>>();
     table.set_header(row("", sides.iter().map(|side| one_line(&side.name).into_owned()).collect()));
-    if let Some(found) = &summary.comparison {
-        for (name, cells) in win_rates(found) {
+    if let Some(comparison) = &summary.comparison {
+        for (name, cells) in win_rates(comparison) {
             table.add_row(row(name, cells));
         }
     }
@@ -54,27 +54,30 @@ fn shown(summary: &Summary, config: &EvaluateConfig) -> String {
 }
 
 /// Returns the rows of the win rates of both sides.
-fn win_rates(found: &Comparison) -> Vec<(&'static str, Vec<String>)> {
-    let of_both = |rate: f64, interval: Option<[f64; 2]>| {
+fn win_rates(comparison: &Comparison) -> Vec<(&'static str, Vec<String>)> {
+    let both_sides = |rate: f64, interval: Option<[f64; 2]>| {
         let opposite = interval.map(|[low, high]| [1.0 - high, 1.0 - low]);
         let cell = |(rate, interval)| with_interval(&percent(rate), interval, 100.0, 1);
         [(rate, interval), (1.0 - rate, opposite)].map(cell).to_vec()
     };
-    let controlled = match found.length_controlled_win_rate {
-        Some(rate) => of_both(rate, found.length_controlled_interval),
+    let controlled = match comparison.length_controlled_win_rate {
+        Some(rate) => both_sides(rate, comparison.length_controlled_interval),
         None => vec!["no finite fit".into(), String::new()],
     };
-    vec![("win rate", of_both(found.win_rate, Some(found.win_rate_interval))), ("win rate at equal length", controlled)]
+    vec![
+        ("win rate", both_sides(comparison.win_rate, Some(comparison.win_rate_interval))),
+        ("win rate at equal length", controlled),
+    ]
 }
 
 /// Returns what was counted, in one line.
 fn counts(summary: &Summary) -> String {
     let mut text = format!("{} prompts, judged by {}", summary.prompts, summary.judge);
-    if let Some(found) = &summary.comparison {
-        let Comparison { wins, ties, losses, .. } = found;
+    if let Some(comparison) = &summary.comparison {
+        let Comparison { wins, ties, losses, .. } = comparison;
         text += &format!(": {} wins {wins}, loses {losses}, ties {ties}", summary.a.name);
-        if found.inconsistent > 0 {
-            text += &format!(" ({} as the verdict depends on the order)", found.inconsistent);
+        if comparison.inconsistent > 0 {
+            text += &format!(" ({} as the verdict depends on the order)", comparison.inconsistent);
         }
     }
     text += "; 95 % intervals in brackets";

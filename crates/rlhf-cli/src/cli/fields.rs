@@ -40,9 +40,9 @@ pub(super) fn fields(name: &str) -> Vec<Field> {
     }
 }
 
-/// Returns the settings with a default, of which `none` is a value too, of the commands that read a file.
+/// Returns the settings of the commands that read a file that have a default, and of which `none` is a value too.
 pub(super) fn optional_with_default(rlhf: &Command) -> Vec<&'static str> {
-    let of = |name: &str| {
+    let optional_names = |name: &str| {
         let command = rlhf.find_subcommand(name).expect("it is a command");
         // A command may have another default than the group of the setting.
         let has_default = |field: &Field| {
@@ -52,5 +52,5 @@ pub(super) fn optional_with_default(rlhf: &Command) -> Vec<&'static str> {
         let optional = fields(name).into_iter().filter(|field| field.shape == Shape::Optional);
         optional.filter(has_default).map(|field| field.name).collect::<Vec<_>>()
     };
-    ["sft", "reward", "dpo", "distill", "ppo", "eval", "generate"].into_iter().flat_map(of).collect()
+    ["sft", "reward", "dpo", "distill", "ppo", "eval", "generate"].into_iter().flat_map(optional_names).collect()
 }

@@ -53,20 +53,18 @@ pub(crate) fn generate(config: &GenerateConfig, world: &World) -> Result<()> {
         {
             let _ = writeln!(io::stderr(), "note: {}", one_line(&note));
         }
-        let own = world.agree(generator.rows(read, world.rank()))?;
-        out.write(world.gather(own)?.iter().flatten())?;
+        let lines = world.agree(generator.rows(read, world.rank()))?;
+        out.write(world.gather(lines)?.iter().flatten())?;
     }
     if world.any(generator.ended_at_once)? && world.is_main() {
         let _ = writeln!(io::stderr(), "{MISSING_TEMPLATE}");
     }
-    match out.finish()? {
-        true => Ok(()),
-        false if config.rows.dataset_name.is_some() => {
-            Err(Error::invalid(rows.path(), "expected at least one row, found an empty dataset"))
-        }
-        false => {
-            Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into()))
-        }
+    if out.finish()? {
+        Ok(())
+    } else if config.rows.dataset_name.is_some() {
+        Err(Error::invalid(rows.path(), "expected at least one row, found an empty dataset"))
+    } else {
+        Err(Error::Usage("no prompt: give one as an argument, by --dataset_name, or on standard input".into()))
     }
 }
 
@@ -122,7 +120,7 @@ impl<'c> Generator<'c> {
                 "expected a tokenizer.json for text and stop_strings, found none; JSONL of token ids needs none";
             return Err(Error::invalid(dir, message));
         }
-        let tool_loop = tool_loop.map(|of| of.limited_to(PromptLimit::of_context(max_prompt_len)));
+        let tool_loop = tool_loop.map(|tool_loop| tool_loop.limited_to(PromptLimit::of_context(max_prompt_len)));
         Ok(Self { config, model, tokenizer, generation, max_prompt_len, format, tool_loop, ended_at_once: false })
     }
 
@@ -142,15 +140,15 @@ impl<'c> Generator<'c> {
         part.prompts(&self.tokenizer, self.model.config().vocab_size, self.max_prompt_len)
     }
 
-    /// Generates the responses to part `own` of `parts`, `num_return_sequences` to each prompt. Returns their rows of the output.
-    fn rows(&mut self, parts: Vec<Dataset>, own: usize) -> Result<Vec<String>> {
+    /// Generates the responses to part `index` of `parts`, `num_return_sequences` to each prompt. Returns their rows of the output.
+    fn rows(&mut self, parts: Vec<Dataset>, index: usize) -> Result<Vec<String>> {
         let per_prompt = self.config.responses.num_return_sequences;
         let counts: Vec<usize> = parts.iter().map(|part| part.rows().count() * per_prompt).collect();
         // Draws are keyed by the response's place in the whole output, so that they do not depend on the batch size.
-        let first_row = self.generation.first_row + counts[..own.min(counts.len())].iter().sum::<usize>() as u64;
+        let first_row = self.generation.first_row + counts[..index.min(counts.len())].iter().sum::<usize>() as u64;
         let generation = GenerationConfig { first_row, ..self.generation.clone() };
         self.generation.first_row += counts.iter().sum::<usize>() as u64;
-        let Some(part) = parts.into_iter().nth(own) else { return Ok(Vec::new()) };
+        let Some(part) = parts.into_iter().nth(index) else { return Ok(Vec::new()) };
         let prompts = self.prompts(part)?;
         if let Some(tool_loop) = &self.tool_loop {
             let asked: Vec<&Prompt> = prompts.iter().collect();
@@ -164,12 +162,12 @@ impl<'c> Generator<'c> {
         responses.iter().enumerate().map(row).collect()
     }
 
-    /// Returns the row of response `index` of those to a prompt, a response of several turns.
+    /// Returns the row of response `index` to a prompt; the response has several turns.
     fn episode_row(&self, episode: &Episode, index: usize, response: &Response) -> Result<String> {
         if self.format == Format::Text {
             let reward = episode.reward.map(|reward| format!("\n(reward {reward})")).unwrap_or_default();
             let text = turns::lines(&episode.messages);
-            // A message that the prompt has begun is whole in the turns.
+            // If the prompt has begun a message, the turns have the whole message.
             let begun = episode.prompt.row["prompt"].as_array().and_then(|messages| messages.last());
             let begun = begun.filter(|last| last["role"] == "assistant").and_then(|last| last["content"].as_str());
             let text = begun.and_then(|begun| text.strip_prefix(begun)).unwrap_or(&text);
@@ -185,7 +183,7 @@ impl<'c> Generator<'c> {
         Ok(row.to_string())
     }
 
-    /// Returns the row of response `index` of those to `prompt`.
+    /// Returns the row of response `index` to `prompt`.
     fn row(&mut self, prompt: &Prompt, index: usize, response: &Response) -> Result<String> {
         let text = self.tokenizer.decode_after(&prompt.tokens, &response.tokens)?;
         let is_text = ["prompt", "query"].iter().any(|name| prompt.row[name].is_string());

@@ -22,7 +22,7 @@ use super::names::{NAMES, has};
 use super::plan::PLAN;
 use super::setting::Setting;
 
-/// Help of the settings that are otherwise described here.
+/// Help of the settings that these commands describe in other words than `rlhf ppo`.
 const HELP: [(&str, &str); 9] = [
     (
         MODEL,
@@ -55,13 +55,14 @@ const HELP: [(&str, &str); 9] = [
 
 /// Returns the command of `preset`: the flags of `rlhf ppo` with the preset's defaults and TRL's names, without those that have no effect.
 pub(super) fn command(preset: Preset) -> Command {
-    let (name, own) = (preset.command(), preset.settings());
+    let name = preset.command();
+    let preset_settings = preset.settings();
     let only =
         move |text: &str| if text == name { Ok(flags::Word(text.into())) } else { Err(format!("expected {name}")) };
     flags::command::<PpoConfig>(name).mut_args(|arg| {
         let id = arg.get_id().as_str().to_string();
-        let of_preset = own.iter().find(|(key, _)| *key == id);
-        let arg = if let Some((_, value)) = of_preset { arg.default_value(value) } else { arg };
+        let preset_default = preset_settings.iter().find(|(key, _)| *key == id);
+        let arg = if let Some((_, value)) = preset_default { arg.default_value(value) } else { arg };
         let help = renamed(&arg.get_help().map_or(String::new(), ToString::to_string), &NAMES);
         let help = help.replace(", with the presets `grpo` and `rloo`", "");
         let help = HELP.iter().find(|(named, _)| *named == id).map_or(help, |(_, help)| (*help).to_string());
@@ -79,7 +80,7 @@ pub(super) fn command(preset: Preset) -> Command {
     })
 }
 
-/// Returns the flag of the estimators without the one of a value model among the listed ones; it is accepted.
+/// Returns the flag of the estimators. The help does not list `gae`, which needs a value model; it is still accepted.
 fn without_gae(arg: Arg) -> Arg {
     let gae = AdvantageEstimator::Gae.name();
     let listed = arg
@@ -92,9 +93,9 @@ fn without_gae(arg: Arg) -> Arg {
 
 /// Returns the flag `arg` with TRL's name as its long name; the other names become aliases.
 fn with_trl_name(arg: Arg, trl_name: &'static str) -> Arg {
-    let own = arg.get_id().as_str().to_string();
+    let id = arg.get_id().as_str().to_string();
     let others: Vec<String> = arg.get_all_aliases().unwrap_or_default().into_iter().map(String::from).collect();
-    let others = others.into_iter().filter(|other| other != trl_name).chain([own]);
+    let others = others.into_iter().filter(|other| other != trl_name).chain([id]);
     others.fold(arg.alias(Resettable::<Str>::Reset), Arg::alias).long(trl_name)
 }
 
@@ -105,8 +106,8 @@ fn reward(text: &str) -> Result<flags::Word, String> {
     Ok(flags::Word(if is_function { format!("python:{text}") } else { text.into() }))
 }
 
-/// Returns an error of a run of the command line `words` by the names of its command's flags.
-pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
+/// Returns the error of a run of the command line `words`, with settings called by the names of the command's flags.
+pub(crate) fn with_command_names(words: impl IntoIterator<Item = OsString>, error: Error) -> Error {
     let mut words = words.into_iter().skip(1).filter_map(|word| word.into_string().ok()).peekable();
     // These have the command that they start or plan after their own flags.
     let is_outer = words.next_if(|word| [LAUNCH, PLAN].contains(&word.as_str())).is_some();
@@ -129,32 +130,34 @@ pub(crate) fn with_own_names(words: impl IntoIterator<Item = OsString>, error: E
 /// Returns the defaults of `rlhf ppo` for the settings of `preset`, which the preset replaces.
 pub(super) fn without_preset(rlhf: &Command, preset: Preset) -> Vec<Setting> {
     let ppo = rlhf.find_subcommand("ppo").expect("it is a command");
-    let of = |key: &str| {
+    let default_setting = |key: &str| {
         let arg = ppo.get_arguments().find(|arg| arg.get_id() == key).expect("it is a flag");
         let values = arg.get_default_values().iter().filter_map(|value| value.to_str());
         Setting::new(key, values.map(String::from).collect())
     };
-    preset.settings().into_iter().map(|(key, _)| of(key)).collect()
+    preset.settings().into_iter().map(|(key, _)| default_setting(key)).collect()
 }
 
 /// Sets the model to train where one of its two names is set.
 pub(super) fn translate(flags: &ArgMatches, settings: &mut Vec<Setting>) {
-    let given = |word: Option<String>| word.filter(|word| !["none", "null"].contains(&&*word.to_ascii_lowercase()));
-    let [model, policy] = [MODEL, POLICY].map(|key| (given(of_line(flags, key)), given(of_file(settings, key))));
+    let without_none =
+        |word: Option<String>| word.filter(|word| !["none", "null"].contains(&&*word.to_ascii_lowercase()));
+    let [model, policy] =
+        [MODEL, POLICY].map(|key| (without_none(of_line(flags, key)), without_none(of_file(settings, key))));
     match (model, policy) {
         // The flag is the model to train, whatever the file has.
         ((Some(model), _), (None, _)) | ((None, Some(model)), (None, None)) => {
             settings.push(Setting::new(POLICY, vec![model]));
         }
-        ((None, None), (policy, of_file)) => {
-            settings.extend(policy.or(of_file).map(|policy| Setting::new(MODEL, vec![policy])));
+        ((None, None), (policy, file_policy)) => {
+            settings.extend(policy.or(file_policy).map(|policy| Setting::new(MODEL, vec![policy])));
         }
         _ => {}
     }
 }
 
 /// Makes the tokenizer the policy's, unless `model_name_or_path` is another model.
-pub(super) fn use_own_tokenizer(config: &mut PpoConfig) {
+pub(super) fn use_policy_tokenizer(config: &mut PpoConfig) {
     config.model_name_or_path = config.model_name_or_path.take().filter(|model| *model != config.sft_model_path);
 }
 
@@ -197,7 +200,8 @@ mod tests {
 
     #[test]
     fn errors_call_the_model_by_the_flag_of_the_command() {
-        let told = |line: &str, error: Error| with_own_names(line.split(' ').map(OsString::from), error).to_string();
+        let told =
+            |line: &str, error: Error| with_command_names(line.split(' ').map(OsString::from), error).to_string();
         let error = || Error::Usage("sft_model_path = m: the reward model is this same folder".into());
         for line in ["rlhf grpo", "rlhf launch --nproc_per_node 2 grpo", "rlhf plan --memory 1GB rloo --lr 1"] {
             assert_eq!(told(line, error()), "model_name_or_path = m: the reward model is this same folder", "{line}");
@@ -288,7 +292,8 @@ mod tests {
         let usual = PpoConfig::with_preset(Preset::Grpo, "m", "r", "d", "o");
         let usual = serde_json::to_value(usual).unwrap();
         for preset in PRESETS {
-            let (long, command) = (parse_words(&[preset.command(), "--help"]).unwrap_err(), command(preset));
+            let long = parse_words(&[preset.command(), "--help"]).unwrap_err();
+            let command = command(preset);
             for (name, only) in NOT_OF_GROUPS {
                 assert!(!long.contains(&format!("--{name}")), "{name}");
                 assert!(command.get_arguments().any(|arg| arg.get_id() == name), "{name}");
@@ -325,10 +330,10 @@ mod tests {
             assert_eq!(error(words), message);
         }
         assert!(parse_words(&[&least("rloo")[..], &["--vf_coef", "0.1", "--lam", "0.95"]].concat()).is_ok());
-        let found = parsed(
+        let result = parsed(
             &[&least("grpo")[..], &["--reward_funcs", "a", "b", "c", "--reward_weights", "1", "2", "3"]].concat(),
         );
-        let error = found.unwrap_err();
+        let error = result.unwrap_err();
         assert_eq!(error.lines().filter(|line| line.starts_with("reward_funcs = ")).count(), 3, "{error}");
         assert_eq!(error.lines().count(), 3, "{error}");
     }
@@ -348,10 +353,10 @@ mod tests {
 
     #[test]
     fn a_default_of_the_preset_that_a_flag_makes_meaningless_is_left_out() {
-        let found = parsed(&[&least("grpo")[..], &["--stop_token_id", "3"]].concat()).unwrap();
-        let Task::Ppo(config) = found.task else { panic!() };
+        let result = parsed(&[&least("grpo")[..], &["--stop_token_id", "3"]].concat()).unwrap();
+        let Task::Ppo(config) = result.task else { panic!() };
         assert_eq!((config.stop_token, config.stop_token_id), (None, Some(3)));
-        assert!(found.notes[0].starts_with("`stop_token` of the preset is left out: "), "{:?}", found.notes);
+        assert!(result.notes[0].starts_with("`stop_token` of the preset is left out: "), "{:?}", result.notes);
         // A null of the file is the default of the command.
         let Task::Ppo(config) = with_file("loss_type: null\n", &least("grpo")).unwrap() else { panic!() };
         assert_eq!(config.loss.loss_type, LossType::Dapo);

@@ -18,14 +18,14 @@ pub(super) const TRAIN: [&str; 7] = ["sft", "reward", "dpo", "distill", "ppo", "
 /// The folder of a run without `output_dir`, as TRL calls it.
 pub(super) const OUTPUT_DIR: &str = "trainer_output";
 
-/// Adds the settings that follow from others to `settings`, with a note for each. Returns whether the model to train is that of
-/// `model_name_or_path`, which is else the model of the tokenizer.
+/// Adds the settings that follow from others to `settings`, with a note for each. Returns whether `model_name_or_path` is the model to
+/// train; otherwise it is the model of the tokenizer.
 pub(super) fn add(command: &str, flags: &ArgMatches, settings: &mut Vec<Setting>, messages: &mut Messages) -> bool {
     if !TRAIN.contains(&command) {
         return false;
     }
     let policy = value(MODEL, flags, settings).filter(|_| command == "ppo" && value(POLICY, flags, settings).is_none());
-    let trains_it = policy.is_some();
+    let trains_named_model = policy.is_some();
     settings.extend(policy.map(|model| Setting::new(POLICY, vec![model])));
     // A folder may be called `none`.
     let out = written("output_dir", flags, settings).unwrap_or_else(|| {
@@ -40,7 +40,7 @@ pub(super) fn add(command: &str, flags: &ArgMatches, settings: &mut Vec<Setting>
             .push(format!("hub_model_id is not set: the model is pushed to {name}, by the name of output_dir"));
         settings.push(Setting::new("hub_model_id", vec![name]));
     }
-    trains_it || names::has(command)
+    trains_named_model || names::has(command)
 }
 
 /// Returns the value of the setting `key` on the command line or in the file; none for null.
@@ -48,11 +48,11 @@ fn value(key: &str, flags: &ArgMatches, settings: &[Setting]) -> Option<String> 
     written(key, flags, settings).filter(|value| !["none", "null"].contains(&&*value.to_ascii_lowercase()))
 }
 
-/// As [`value`], whatever the word is.
+/// As [`value`], but also returns the words `none` and `null`.
 fn written(key: &str, flags: &ArgMatches, settings: &[Setting]) -> Option<String> {
-    let of_line = on_line(flags, key).then(|| flags::text(flags, key).map(String::from));
-    let of_file = || settings.iter().rev().find(|setting| setting.key == key)?.values.first().cloned();
-    of_line.unwrap_or_else(of_file)
+    let flag_value = on_line(flags, key).then(|| flags::text(flags, key).map(String::from));
+    let file_value = || settings.iter().rev().find(|setting| setting.key == key)?.values.first().cloned();
+    flag_value.unwrap_or_else(file_value)
 }
 
 #[cfg(test)]
@@ -74,8 +74,8 @@ mod tests {
         for command in super::TRAIN {
             let words = least(command);
             let at = words.iter().position(|word| *word == "--output_dir").unwrap();
-            let found = parsed(&[&words[..at], &words[at + 2..]].concat()).unwrap();
-            let run = match &found.task {
+            let result = parsed(&[&words[..at], &words[at + 2..]].concat()).unwrap();
+            let run = match &result.task {
                 Task::Sft(config) => &config.run,
                 Task::Reward(config) => &config.run,
                 Task::Dpo(config) => &config.run,
@@ -84,17 +84,17 @@ mod tests {
                 task => panic!("{task:?}"),
             };
             assert_eq!(run.output_dir.to_str(), Some("trainer_output"));
-            assert_eq!(found.notes, ["output_dir is not set: the run is in trainer_output"], "{command}");
+            assert_eq!(result.notes, ["output_dir is not set: the run is in trainer_output"], "{command}");
         }
     }
 
     #[test]
     fn a_model_is_pushed_by_the_name_of_its_folder() {
         let words = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "runs/my-sft"];
-        let found = parsed(&[&words[..], &["--push_to_hub"]].concat()).unwrap();
-        let Task::Sft(config) = found.task else { panic!() };
+        let result = parsed(&[&words[..], &["--push_to_hub"]].concat()).unwrap();
+        let Task::Sft(config) = result.task else { panic!() };
         assert_eq!(config.run.hub.hub_model_id.as_deref(), Some("my-sft"));
-        assert!(found.notes[0].starts_with("hub_model_id is not set: the model is pushed to my-sft"));
+        assert!(result.notes[0].starts_with("hub_model_id is not set: the model is pushed to my-sft"));
         let Task::Sft(config) = with_file("push_to_hub: true\nhub_model_id: me/x\n", &words).unwrap() else { panic!() };
         assert_eq!(config.run.hub.hub_model_id.as_deref(), Some("me/x"));
     }

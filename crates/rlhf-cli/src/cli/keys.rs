@@ -40,10 +40,10 @@ impl<'c> Keys<'c> {
         self.flags(key).next()
     }
 
-    /// Returns what is expected of a key instead of `value`, if none of the commands that have it accepts that.
+    /// Returns what a key expects instead of `value`, if no command that has the key accepts this value.
     pub(super) fn refusal(&self, key: &str, value: &str) -> Option<String> {
-        let is_own = |arg: &&Arg| !foreign::is_added(arg);
-        let all: Option<Vec<String>> = self.flags(key).filter(is_own).map(|arg| refusal(arg, value)).collect();
+        let is_setting = |arg: &&Arg| !foreign::is_added(arg);
+        let all: Option<Vec<String>> = self.flags(key).filter(is_setting).map(|arg| refusal(arg, value)).collect();
         all?.pop().or_else(|| refusal(self.flag(key)?, value))
     }
 
@@ -69,9 +69,9 @@ impl<'c> Keys<'c> {
 
     /// Returns the error for a key that is not a flag.
     pub(super) fn unknown(&self, key: &str) -> String {
-        // Names of other systems have points too.
-        let is_of_section = key.split_once('.').is_none_or(|(section, _)| self.section(section).is_some());
-        let (commands, name) = if is_of_section { self.place(key) } else { (self.top.clone(), key) };
+        // Names of other systems have dots too.
+        let is_in_section = key.split_once('.').is_none_or(|(section, _)| self.section(section).is_some());
+        let (commands, name) = if is_in_section { self.place(key) } else { (self.top.clone(), key) };
         if let Some(hint) = foreign::hint(name, &commands) {
             return format!("unknown key `{key}`; {hint}");
         }

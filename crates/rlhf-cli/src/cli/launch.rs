@@ -82,20 +82,20 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
 }
 
 /// Sets the flags that are not on the command line as accelerate's file has them.
-fn fill(flags: &mut LaunchFlags, file: LaunchFile, is_given: impl Fn(&str) -> bool) {
-    if !is_given("nnodes") {
+fn fill(flags: &mut LaunchFlags, file: LaunchFile, is_on_line: impl Fn(&str) -> bool) {
+    if !is_on_line("nnodes") {
         flags.nnodes = file.num_machines.unwrap_or(flags.nnodes);
     }
-    if !is_given("node_rank") {
+    if !is_on_line("node_rank") {
         flags.node_rank = file.machine_rank.unwrap_or(flags.node_rank);
     }
-    if !is_given("nproc_per_node") && !is_given("num_processes") {
+    if !is_on_line("nproc_per_node") && !is_on_line("num_processes") {
         flags.num_processes = file.num_processes;
     }
-    if !is_given("master_addr") {
+    if !is_on_line("master_addr") {
         flags.master_addr = file.main_process_ip.unwrap_or_else(|| flags.master_addr.clone());
     }
-    if !is_given("master_port") {
+    if !is_on_line("master_port") {
         flags.master_port = file.main_process_port.map(usize::from).or(flags.master_port);
     }
 }
@@ -134,7 +134,7 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
 pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
     let program = std::env::current_exe().map_err(Error::io("find the program", "rlhf"))?;
     let (sender, events) = events().map_err(Error::io("handle signals", "rlhf launch"))?;
-    let all = config.flags.max_restarts;
+    let max_restarts = config.flags.max_restarts;
     let replaced = Replaced::by(&config.task);
     let on_cpu = device(&config.task) == Device::Cpu || count_gpus() == 0;
     for restart in 0.. {
@@ -151,19 +151,20 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
             host: &config.flags.master_addr,
             port: config.flags.port().map_or_else(|| free_port(restart), Ok)?,
             restart,
-            max_restarts: all,
+            max_restarts,
             on_cpu,
         };
         match Ranks::start(&start, &sender)?.wait(&events) {
             End::Done => return Ok(0),
             End::Stopped(code) => return Ok(code),
             End::Failed { message, code, stop_requested }
-                if stop_requested || restart >= all || Error::is_final(code) =>
+                if stop_requested || restart >= max_restarts || Error::is_final(code) =>
             {
                 return Err(Error::Stopped { message, code });
             }
             End::Failed { message, .. } => {
-                let text = format!("{message}; all ranks are started again (restart {} of {all})", restart + 1);
+                let text =
+                    format!("{message}; all ranks are started again (restart {} of {max_restarts})", restart + 1);
                 let text = Stream::Err.labelled("warning", Colour::Yellow, &one_line(&text));
                 let _ = writeln!(io::stderr(), "{text}");
             }
@@ -174,7 +175,7 @@ pub(crate) fn launch(config: &LaunchTask) -> Result<u8> {
 
 /// Finds a free TCP port of this machine for the start number `restart`.
 ///
-/// It is below the ports that Linux gives to connections by itself: one of those could be taken before rank 0 listens.
+/// It is below Linux's ephemeral ports, one of which could be taken before rank 0 listens.
 fn free_port(restart: usize) -> Result<u16> {
     const FIRST: usize = 20_000;
     const PORTS: usize = 12_000;
@@ -187,10 +188,10 @@ fn free_port(restart: usize) -> Result<u16> {
 }
 
 /// Returns the words that make a command resume after a restart: a training run continues from the newest checkpoint in its
-/// folder. A given checkpoint counts until the run has written one, and a run that replaces another starts again until it has done so.
+/// folder. A checkpoint that the command names counts until the run has written one; a run that replaces another starts again until then.
 fn resume_words(task: &Task, replaced: &Replaced) -> &'static [&'static str] {
     let needed = match task {
-        // Its stages have the setting of the whole.
+        // The stages have the setting of the pipeline.
         Task::Pipeline(_) => run_configs(task).iter().any(|run| run.checkpoints.resume_from_checkpoint.is_none()),
         _ => run_configs(task).iter().any(|run| match &run.checkpoints.resume_from_checkpoint {
             None => true,
@@ -201,8 +202,8 @@ fn resume_words(task: &Task, replaced: &Replaced) -> &'static [&'static str] {
     if needed && replaced.is_gone() { &["--resume_from_checkpoint", "true"] } else { &[] }
 }
 
-/// The folder of a run that the command replaces, if there is one, with what identifies the settings in it before the first start. Of a
-/// pipeline it is that of the first stage: no later one is resumed whose models have changed.
+/// The folder of the run that the command replaces, if there is one, and the identity of its settings before the first start. For a
+/// pipeline it is the folder of the first stage: a later stage is not resumed if its models have changed.
 struct Replaced(Option<(PathBuf, Identity)>);
 
 /// Inode, time of change in seconds and nanoseconds, and length of a file.
@@ -214,7 +215,7 @@ impl Replaced {
         Self(replacing.and_then(|run| Some((run.output_dir.clone(), settings_in(&run.output_dir)?))))
     }
 
-    /// Returns whether the folder has the settings of a run that began since then, so that its checkpoints are not the replaced one's.
+    /// Returns whether the folder has the settings of a newer run, so that its checkpoints are not those of the replaced run.
     fn is_gone(&self) -> bool {
         self.0.as_ref().is_none_or(|(folder, before)| settings_in(folder).is_some_and(|now| now != *before))
     }
@@ -255,7 +256,7 @@ fn device(task: &Task) -> Device {
         Task::Logprobs(config) => config.rows.compute.device,
         Task::Score(config) => config.rows.compute.device,
         Task::Replay(task) => task.ppo.run.device,
-        // Its stages may be on different devices.
+        // The stages may be on different devices.
         Task::Pipeline(_) => Device::Auto,
         _ => run_configs(task).first().map_or(Device::Auto, |run| run.device),
     }
@@ -377,15 +378,15 @@ mod tests {
             let task = launched(&[], &command).task;
             resume_words(&task, &Replaced::by(&task))
         };
-        let (resumes, given) =
-            (&["--resume_from_checkpoint", "true"][..], ["--resume_from_checkpoint", "other/checkpoint-1"]);
+        let resumes = &["--resume_from_checkpoint", "true"][..];
+        let named_checkpoint = ["--resume_from_checkpoint", "other/checkpoint-1"];
         assert_eq!(words(&[]), resumes);
         assert!(words(&["--resume_from_checkpoint"]).is_empty());
-        assert!(words(&given).is_empty());
+        assert!(words(&named_checkpoint).is_empty());
         std::fs::create_dir(dir.path().join("checkpoint-2")).unwrap();
-        assert_eq!(words(&given), resumes);
+        assert_eq!(words(&named_checkpoint), resumes);
         std::fs::rename(dir.path().join("checkpoint-2"), dir.path().join("checkpoint-2.old")).unwrap();
-        assert!(words(&given).is_empty());
+        assert!(words(&named_checkpoint).is_empty());
         let generate = launched(&[], &["generate", "--model_name_or_path", "m"]);
         assert!(resume_words(&generate.task, &Replaced::by(&generate.task)).is_empty());
     }

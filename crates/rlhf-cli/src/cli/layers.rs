@@ -11,9 +11,9 @@ use super::fields::optional_with_default;
 use super::setting::Setting;
 use super::{flags, foreign, groups, names};
 
-/// The settings of another system, beside those of the file.
+/// Settings translated from another system, in addition to those of the file.
 pub(super) struct Translated {
-    /// The defaults of its preset.
+    /// The defaults of the preset.
     pub(super) preset: Vec<Setting>,
     /// A setting that wins over the command line.
     pub(super) forced: Option<Setting>,
@@ -28,15 +28,15 @@ pub(super) fn translated(
 ) -> Translated {
     let name = command.get_name();
     let has_preset = command.get_arguments().any(|arg| arg.get_id() == "preset");
-    let preset = if has_preset { preset_of(flags, settings) } else { None };
+    let preset = if has_preset { selected_preset(flags, settings) } else { None };
     if names::has(name) {
         groups::translate(flags, settings);
     }
     let forced = foreign::translate(command, preset, flags, settings, messages);
-    Translated { preset: of_preset(name, preset, settings), forced }
+    Translated { preset: preset_settings(name, preset, settings), forced }
 }
 
-/// Makes null of a file the value `none` where it is one, also in a section. Any other null is the default.
+/// Replaces null in a file by `none` for settings that have this value, also in a section. Any other null stands for the default.
 pub(super) fn name_nulls(rlhf: &Command, settings: &mut [Setting]) {
     let nulls: Vec<&mut Setting> = settings.iter_mut().filter(|setting| setting.values.is_empty()).collect();
     if nulls.is_empty() {
@@ -62,16 +62,16 @@ pub(super) fn resolve<C>(
     check: impl Fn(&C) -> Result<()>,
     messages: &mut Messages,
 ) -> Result<C, Stop> {
-    let is_own = |key: &str| on_line(key) || settings.iter().any(|setting| setting.key == key);
+    let is_user_set = |key: &str| on_line(key) || settings.iter().any(|setting| setting.key == key);
     let mut config = build(&[&preset, settings], &mut messages.refusals)?;
     loop {
         let checked = check(&config);
-        let of_preset = |refusal: &Refusal| {
-            let mut keys = refusal.settings().filter(|key| !is_own(key));
+        let preset_place = |refusal: &Refusal| {
+            let mut keys = refusal.settings().filter(|key| !is_user_set(key));
             keys.find_map(|key| preset.iter().position(|setting| setting.key == key))
         };
         let refused = checked.as_ref().err().map_or_else(Vec::new, Error::refusals);
-        let Some((refusal, place)) = refused.iter().find_map(|refusal| Some((refusal, of_preset(refusal)?))) else {
+        let Some((refusal, place)) = refused.iter().find_map(|refusal| Some((refusal, preset_place(refusal)?))) else {
             messages.refusals.add(checked)?;
             return Ok(config);
         };
@@ -83,34 +83,34 @@ pub(super) fn resolve<C>(
 }
 
 /// Returns the preset that the flags name, or else the file's `settings`.
-pub(super) fn preset_of(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
-    let of_flag = || flags::text(flags, "preset").and_then(Preset::named);
-    let of_file = || settings.iter().rev().find(|setting| setting.key == "preset")?.values.first();
+pub(super) fn selected_preset(flags: &ArgMatches, settings: &[Setting]) -> Option<Preset> {
+    let flag_preset = || flags::text(flags, "preset").and_then(Preset::named);
+    let file_value = || settings.iter().rev().find(|setting| setting.key == "preset")?.values.first();
     match flags.value_source("preset") {
-        Some(ValueSource::CommandLine) => of_flag(),
-        _ => of_file().and_then(|name| Preset::named(name)).or_else(of_flag),
+        Some(ValueSource::CommandLine) => flag_preset(),
+        _ => file_value().and_then(|name| Preset::named(name)).or_else(flag_preset),
     }
 }
 
-/// Returns the preset's settings of `command`, except those that `settings` set to null where that is no value: any other null is
-/// the default, which is the preset's.
-pub(super) fn of_preset(command: &str, preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
+/// Returns the preset's settings for `command`, except those that `settings` set to null and that have the value `none`. Any other null
+/// stands for the default, which is the preset's.
+pub(super) fn preset_settings(command: &str, preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
     let Some(preset) = preset else { return Vec::new() };
     type Plain = fn() -> Command;
-    let (own, plain): (_, Plain) = match command {
+    let (values, plain): (_, Plain) = match command {
         "sft" => (preset.sft_settings(), || flags::command::<SftConfig>("sft")),
         "reward" => (preset.reward_settings(), || flags::command::<RewardConfig>("reward")),
         _ => (preset.settings(), || flags::command::<PpoConfig>("ppo")),
     };
     let is_null = |key: &str| settings.iter().any(|setting| setting.key == key && setting.values.is_empty());
-    // The flags are made for a null alone: there are hundreds.
+    // The flags, hundreds of them, are built only if there is a null.
     let is_optional = |key: &str| {
         let plain = plain();
         let arg = plain.get_arguments().find(|arg| arg.get_id() == key);
         arg.is_some_and(|arg| arg.get_default_values().iter().any(|value| value == NONE))
     };
-    let own = own.into_iter().filter(|(key, _)| !(is_null(key) && is_optional(key)));
-    own.map(|(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
+    let values = values.into_iter().filter(|(key, _)| !(is_null(key) && is_optional(key)));
+    values.map(|(key, value)| Setting { key: key.into(), line: 0, values: vec![value.into()] }).collect()
 }
 
 #[cfg(test)]
@@ -234,12 +234,16 @@ mod tests {
         ];
         for (preset, words, holds, noted) in cases {
             let words: Vec<&str> = words.split_whitespace().collect();
-            let found = parsed(&[&PPO[..], &["--preset", preset], &words].concat())
+            let result = parsed(&[&PPO[..], &["--preset", preset], &words].concat())
                 .unwrap_or_else(|e| panic!("{words:?}: {e}"));
-            let Task::Ppo(config) = found.task else { panic!() };
+            let Task::Ppo(config) = result.task else { panic!() };
             assert!(holds(&config), "{words:?}: {config:?}");
             let noted = if noted.is_empty() { String::new() } else { format!("{noted} of the preset is left out: ") };
-            assert!(found.notes.first().map_or("", String::as_str).starts_with(&noted), "{words:?}: {:?}", found.notes);
+            assert!(
+                result.notes.first().map_or("", String::as_str).starts_with(&noted),
+                "{words:?}: {:?}",
+                result.notes
+            );
             // The configuration that the run writes is the same run.
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("run.yaml");
@@ -247,8 +251,8 @@ mod tests {
             assert_eq!(parse_words(&["ppo", "--config", path.to_str().unwrap()]).unwrap(), Task::Ppo(config));
         }
         // The user's own settings are refused, on the command line and in a file.
-        let own = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
-        assert!(ppo_error(&own).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
+        let words = ["--preset", "deepspeed-chat", "--lr_scheduler_type", "constant", "--warmup_steps", "3"];
+        assert!(ppo_error(&words).starts_with("warmup_steps = 3 has no effect with lr_scheduler_type = constant"));
         let error = with_file("preset: trl-legacy\nadap_kl_ctrl: true\nkl_coef: 0\n", &PPO).unwrap_err();
         assert!(error.starts_with("run.yaml:2: adap_kl_ctrl = true has no effect with kl_coef = 0"), "{error}");
         assert!(

@@ -24,7 +24,8 @@ pub(crate) fn logprobs(config: &LogprobsConfig, world: &World) -> Result<()> {
         Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = world.agree(load())?;
-    let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+    let context = model.config().max_position_embeddings;
+    let vocab = model.config().vocab_size;
     annotate(&config.rows, rows, &tokenizer, world, |part| {
         let Some(part) = part else { return Ok(Vec::new()) };
         let texts = part.completions(&tokenizer, vocab, context)?;
@@ -41,8 +42,8 @@ pub(crate) fn logprobs(config: &LogprobsConfig, world: &World) -> Result<()> {
                 let spans: Vec<_> = batch.iter().map(|&i| span(i)).collect();
                 let prompt_lens: Vec<_> = batch.iter().map(|&i| texts[i].prompt_len).collect();
                 let rows = Batch::new(&sequences, &spans).with_prompts(Some(&prompt_lens));
-                let found = tch::no_grad(|| model.logprobs_of(rows, config.temperature, false))?;
-                numbers(&found.logprobs)
+                let output = tch::no_grad(|| model.logprobs_of(rows, config.temperature, false))?;
+                numbers(&output.logprobs)
             },
         )?;
         batches.iter().flatten().try_for_each(|&i| check_finite(part, i, &logprobs[i]))?;

@@ -7,7 +7,7 @@ use rlhf::settings::Preset;
 /// The presets that are commands.
 pub(super) const PRESETS: [Preset; 2] = [Preset::Grpo, Preset::Rloo];
 
-/// The names of checks and help texts, and those of the commands: [`GROUP_NAMES`], and the model to train.
+/// The names in checks and help texts, each with the name that the commands show: [`GROUP_NAMES`], and the model to train.
 pub(super) const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
     let mut names = [(POLICY, MODEL); GROUP_NAMES.len() + 1];
     let mut at = 0;
@@ -18,7 +18,7 @@ pub(super) const NAMES: [(&str, &str); GROUP_NAMES.len() + 1] = {
     names
 };
 
-/// Returns `text` with the names of the commands of [`PRESETS`], but for the word `kept`.
+/// Returns `text` with settings named as by the commands of [`PRESETS`], except for the word `kept`.
 pub(super) fn renamed_in(text: &str, kept: &str) -> String {
     let quoted = format!("`{kept}`");
     match text.split_once(&quoted) {
@@ -27,7 +27,7 @@ pub(super) fn renamed_in(text: &str, kept: &str) -> String {
     }
 }
 
-/// Has `refusals` name settings as the commands of [`PRESETS`] do.
+/// Makes `refusals` name settings as the commands of [`PRESETS`] do.
 pub(super) fn rename(refusals: &mut Refusals) {
     refusals.rename(&NAMES);
 }

@@ -11,7 +11,7 @@ use rlhf::settings::{
 use rlhf::train::pipeline::{DEFAULT_SPLIT, PipelineConfig};
 use rlhf::{Error, Origin};
 
-use super::args::{matches_of, not_required};
+use super::args::{not_required, parse_matches};
 use super::commands::PIPELINE;
 use super::config_file::{origin, read_config};
 use super::errors::{Messages, Stop};
@@ -22,14 +22,14 @@ use super::setting::{Setting, set_default, with_defaults};
 use super::{flags, foreign};
 
 /// Settings of the whole pipeline, which a section must not have.
-const OF_THE_PIPELINE: [&str; 4] =
+const PIPELINE_SETTINGS: [&str; 4] =
     ["output_dir", "overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs"];
 
-/// Settings that, at the top level, are the first stage's: the others start from its model.
-const OF_THE_FIRST: [&str; 2] = ["model_name_or_path", "model_revision"];
+/// Settings at the top level that only the first stage gets: the others start from its model.
+const FIRST_STAGE_SETTINGS: [&str; 2] = ["model_name_or_path", "model_revision"];
 
 /// Settings of the dataset at the top level, which do not apply to a dataset that a section names.
-const OF_A_DATASET: [&str; 8] = [
+const DATASET_SETTINGS: [&str; 8] = [
     "dataset_name",
     "dataset_weights",
     "dataset_config",
@@ -49,7 +49,7 @@ pub(super) fn parse(
     messages: &mut Messages,
 ) -> Result<PipelineConfig, Stop> {
     let command = |name: &str| rlhf.find_subcommand(name).expect("it is a command");
-    let all = stages_of(path);
+    let all = stages_in(path);
     let stages: Vec<&Command> = all.iter().map(|stage| command(stage.name())).collect();
     let top = [command(PIPELINE)].into_iter().chain(stages.iter().copied()).collect();
     let keys = Keys { top, sections: stages.clone() };
@@ -60,20 +60,21 @@ pub(super) fn parse(
         .partition(|setting| !setting.values.is_empty() || all.iter().any(|stage| stage.name() == setting.key));
     let file = File { path, stages: &stages, settings: &settings, nulls: &nulls };
     for &stage in &all {
-        if let Some(key) = OF_THE_PIPELINE.iter().find(|key| file.own(stage, key).is_some()) {
-            let line = file.own(stage, key).map_or(1, |setting| setting.line);
+        if let Some(key) = PIPELINE_SETTINGS.iter().find(|key| file.in_section(stage, key).is_some()) {
+            let line = file.in_section(stage, key).map_or(1, |setting| setting.line);
             let message =
                 format!("`{stage}.{key}`: expected it above the sections: it is a setting of the whole pipeline");
             messages.refusals.refuse_at(origin(path, line), message, [*key]);
         }
     }
-    let whole = |command: &Command| {
-        let of_it = |setting: &&Setting| command.get_arguments().any(|arg| arg.get_id() == setting.key.as_str());
-        settings.iter().filter(of_it).cloned().collect::<Vec<_>>()
+    let command_settings = |command: &Command| {
+        let has_flag = |setting: &&Setting| command.get_arguments().any(|arg| arg.get_id() == setting.key.as_str());
+        settings.iter().filter(has_flag).cloned().collect::<Vec<_>>()
     };
-    let strict = whole(command(PIPELINE));
-    let strict = rlhf.clone().mut_subcommand(PIPELINE, |command| strict.into_iter().fold(command, set_default));
-    let mut matches = matches_of(&strict, args, &mut messages.refusals, |rlhf| {
+    let pipeline_settings = command_settings(command(PIPELINE));
+    let strict =
+        rlhf.clone().mut_subcommand(PIPELINE, |command| pipeline_settings.into_iter().fold(command, set_default));
+    let mut matches = parse_matches(&strict, args, &mut messages.refusals, |rlhf| {
         rlhf.mut_subcommand(PIPELINE, |command| command.mut_args(not_required))
     })?;
     let flags = flags::read::<PipelineFlags>(&matches.remove_subcommand().expect("it is a command").1)?;
@@ -107,8 +108,8 @@ pub(super) fn parse(
     Ok(config)
 }
 
-/// Returns the stages of the file: the first three, and those that it has a section of.
-fn stages_of(path: &Path) -> Vec<Stage> {
+/// Returns the stages of the file: the first three, and every other stage that has a section.
+fn stages_in(path: &Path) -> Vec<Stage> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let is_section = |line: &str, stage: &Stage| {
         line.strip_prefix(stage.name()).is_some_and(|rest| rest.trim_start().starts_with(':'))
@@ -137,8 +138,8 @@ fn named_preset(preset: &Setting) -> Option<Preset> {
     preset.values.first().and_then(|name| Preset::named(name))
 }
 
-/// Returns whether the setting `preset` names one that SFT and reward training have too.
-fn is_of_all_steps(preset: &Setting) -> bool {
+/// Returns whether the setting `preset` names a preset that SFT and reward training have too.
+fn is_for_all_stages(preset: &Setting) -> bool {
     named_preset(preset).is_some_and(|preset| Preset::OF_ALL_STEPS.contains(&preset))
 }
 
@@ -148,19 +149,19 @@ impl File<'_> {
     }
 
     /// Returns the setting `key` of the section of `stage`.
-    fn own(&self, stage: Stage, key: &str) -> Option<&Setting> {
+    fn in_section(&self, stage: Stage, key: &str) -> Option<&Setting> {
         self.find(&format!("{stage}.{key}"))
     }
 
     /// Returns the preset of `stage`: its section's, or the one above the sections.
     fn preset(&self, stage: Stage) -> Option<Preset> {
-        let shared = || self.find("preset").filter(|preset| stage == Stage::Ppo || is_of_all_steps(preset));
-        named_preset(self.own(stage, "preset").or_else(shared)?)
+        let shared = || self.find("preset").filter(|preset| stage == Stage::Ppo || is_for_all_stages(preset));
+        named_preset(self.in_section(stage, "preset").or_else(shared)?)
     }
 
-    /// Returns the settings of the stage's preset; and the settings of all stages, then its own, then the `links` that neither sets,
-    /// each by its flag's name.
-    fn settings_of(
+    /// Returns the settings of the stage's preset; and the settings of all stages, then those of the stage's section, then the `links`
+    /// that neither of them sets. Each setting has the name of its flag.
+    fn stage_settings(
         &self,
         stage: Stage,
         command: &Command,
@@ -172,48 +173,48 @@ impl File<'_> {
             arg.filter(|_| !NOT_SETTINGS.contains(&name)).map(foreign::is_added)
         };
         // A flag of one stage does not go to a stage that knows it only as another system's flag.
-        let is_owned = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
-        let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_owned(name));
-        // Flags of DeepSpeed-Chat above the sections are of the stages that have its preset, if one has.
-        let is_chat = |stage: &Stage| self.preset(*stage) == Some(Preset::DeepspeedChat);
-        let of_other_steps = !is_chat(&stage) && Stage::ALL.iter().any(is_chat);
-        let own_data = ["dataset_name", "data_path"].iter().any(|key| self.own(stage, key).is_some());
+        let is_stage_flag = |name: &str| self.stages.iter().any(|stage| flag(stage, name) == Some(false));
+        let is_flag = |name: &str| flag(command, name).is_some_and(|added| !added || !is_stage_flag(name));
+        // DeepSpeed-Chat's flags above the sections go to the stages with its preset, if any stage has it.
+        let has_chat_preset = |stage: &Stage| self.preset(*stage) == Some(Preset::DeepspeedChat);
+        let skips_chat_flags = !has_chat_preset(&stage) && Stage::ALL.iter().any(has_chat_preset);
+        let names_dataset = ["dataset_name", "data_path"].iter().any(|key| self.in_section(stage, key).is_some());
         let shared = |setting: &&Setting| {
             let key = setting.key.as_str();
-            let of_others = OF_THE_PIPELINE.contains(&key)
-                || (stage != Stage::Sft && OF_THE_FIRST.contains(&key))
-                // The length of PPO is set otherwise, but with the presets `grpo` and `rloo`.
+            let is_for_others = PIPELINE_SETTINGS.contains(&key)
+                || (stage != Stage::Sft && FIRST_STAGE_SETTINGS.contains(&key))
+                // Other settings set the length of PPO, except with the presets `grpo` and `rloo`.
                 || (stage == Stage::Ppo && key == "max_steps")
-                // Most presets are of PPO alone.
-                || (stage != Stage::Ppo && key == "preset" && !is_of_all_steps(setting))
-                || (of_other_steps && foreign::is_of_chat(stage.name(), key))
-                || (own_data && OF_A_DATASET.contains(&key));
-            is_flag(key) && !of_others
+                // Most presets are for PPO alone.
+                || (stage != Stage::Ppo && key == "preset" && !is_for_all_stages(setting))
+                || (skips_chat_flags && foreign::is_of_chat(stage.name(), key))
+                || (names_dataset && DATASET_SETTINGS.contains(&key));
+            is_flag(key) && !is_for_others
         };
-        let own = |setting: &Setting| {
+        let section_setting = |setting: &Setting| {
             let name = setting.key.strip_prefix(stage.name())?.strip_prefix('.')?;
             Some(Setting { key: name.into(), ..setting.clone() })
         };
-        let mut found: Vec<Setting> = self.settings.iter().filter(shared).cloned().collect();
-        found.extend(self.settings.iter().filter_map(own));
-        let is_set = |null: &Setting| found.iter().any(|setting| setting.key == null.key);
-        let nulls: Vec<Setting> = self.nulls.iter().filter_map(own).filter(|null| !is_set(null)).collect();
-        found.extend(nulls);
+        let mut merged: Vec<Setting> = self.settings.iter().filter(shared).cloned().collect();
+        merged.extend(self.settings.iter().filter_map(section_setting));
+        let is_set = |null: &Setting| merged.iter().any(|setting| setting.key == null.key);
+        let nulls: Vec<Setting> = self.nulls.iter().filter_map(section_setting).filter(|null| !is_set(null)).collect();
+        merged.extend(nulls);
         let flags = command.clone().mut_args(|arg| arg.required(false)).try_get_matches_from([stage.name()])?;
-        let Translated { preset, .. } = translated(command, &flags, &mut found, messages);
-        found.retain(|setting| !setting.values.is_empty());
+        let Translated { preset, .. } = translated(command, &flags, &mut merged, messages);
+        merged.retain(|setting| !setting.values.is_empty());
         for (key, value) in links {
-            if !found.iter().any(|setting| setting.key == key) {
-                found.push(Setting { key: key.into(), line: 0, values: vec![value] });
+            if !merged.iter().any(|setting| setting.key == key) {
+                merged.push(Setting { key: key.into(), line: 0, values: vec![value] });
             }
         }
         // One dataset for all stages is split among them.
-        let split = ["data_split", "dataset_name"].map(|key| found.iter().any(|setting| setting.key == key));
-        if split == [false, true] && !own_data {
-            found.push(Setting { key: "data_split".into(), line: 0, values: vec![DEFAULT_SPLIT.into()] });
+        let split = ["data_split", "dataset_name"].map(|key| merged.iter().any(|setting| setting.key == key));
+        if split == [false, true] && !names_dataset {
+            merged.push(Setting { key: "data_split".into(), line: 0, values: vec![DEFAULT_SPLIT.into()] });
         }
-        found.push(Setting { key: "output_dir".into(), line: 0, values: vec![".".into()] });
-        Ok((preset, found))
+        merged.push(Setting { key: "output_dir".into(), line: 0, values: vec![".".into()] });
+        Ok((preset, merged))
     }
 
     /// Returns the checked configuration of `stage`. Refusals name their place in the file; then there is no configuration.
@@ -226,27 +227,27 @@ impl File<'_> {
         Parts { run, check }: Parts<C>,
         messages: &mut Messages,
     ) -> Result<Option<C>, Stop> {
-        let mut own = Messages { refusals: messages.refusals.of_section(stage.name()), notes: Vec::new() };
-        let (preset, settings) = self.settings_of(stage, command, links, &mut own)?;
+        let mut stage_messages = Messages { refusals: messages.refusals.of_section(stage.name()), notes: Vec::new() };
+        let (preset, settings) = self.stage_settings(stage, command, links, &mut stage_messages)?;
         let build = |layers: &[&[Setting]], refusals: &mut Refusals| {
             let command = with_defaults(command.clone(), layers);
             let relaxed = |command: Command| command.mut_args(not_required);
-            let matches = matches_of(&command, &[stage.name().into()], refusals, relaxed)?;
+            let matches = parse_matches(&command, &[stage.name().into()], refusals, relaxed)?;
             let mut config = flags::read::<C>(&matches)?;
-            let own = run(&mut config);
-            own.output_dir = PipelineConfig::dir(&flags.output_dir, stage);
-            if own.tracking.has_programs() && own.tracking.run_name.is_none() {
+            let run_config = run(&mut config);
+            run_config.output_dir = PipelineConfig::dir(&flags.output_dir, stage);
+            if run_config.tracking.has_programs() && run_config.tracking.run_name.is_none() {
                 let dir = flags.output_dir.file_name().unwrap_or(flags.output_dir.as_os_str());
-                own.tracking.run_name = Some(format!("{}-{stage}", dir.to_string_lossy()));
+                run_config.tracking.run_name = Some(format!("{}-{stage}", dir.to_string_lossy()));
             }
-            own.overwrite_output_dir = flags.overwrite_output_dir;
-            own.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
-            own.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
+            run_config.overwrite_output_dir = flags.overwrite_output_dir;
+            run_config.checkpoints.resume_from_checkpoint.clone_from(&flags.resume_from_checkpoint);
+            run_config.checkpoints.resume_with_changed_inputs = flags.resume_with_changed_inputs;
             Ok(config)
         };
-        let resolved = resolve(preset, &settings, |_| false, build, check, &mut own);
-        messages.notes.extend(own.notes.into_iter().map(|note| format!("{stage}: {note}")));
-        let error = match (own.refusals.checked(), resolved) {
+        let resolved = resolve(preset, &settings, |_| false, build, check, &mut stage_messages);
+        messages.notes.extend(stage_messages.notes.into_iter().map(|note| format!("{stage}: {note}")));
+        let error = match (stage_messages.refusals.checked(), resolved) {
             (Ok(_), Ok(config)) => return Ok(Some(config)),
             (Ok(written), Err(Stop::Error(error))) => written.told(error),
             (Err(error), Ok(_) | Err(Stop::Error(_))) => error,
@@ -291,7 +292,7 @@ impl File<'_> {
         messages: &mut Messages,
     ) -> Result<Option<RewardConfig>, Stop> {
         let mut links = Vec::new();
-        if self.own(Stage::Reward, "model_name_or_path").is_none() {
+        if self.in_section(Stage::Reward, "model_name_or_path").is_none() {
             let Some(model) = self.sft_model(flags, Stage::Reward, "model_name_or_path", messages)? else {
                 return Ok(None);
             };
@@ -315,11 +316,11 @@ impl File<'_> {
         messages: &mut Messages,
     ) -> Result<Option<PpoConfig>, Stop> {
         let mut links = Vec::new();
-        if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.own(Stage::Ppo, key).is_none()) {
+        if ["sft_model_path", "actor_model_name_or_path"].iter().all(|key| self.in_section(Stage::Ppo, key).is_none()) {
             let Some(model) = self.sft_model(flags, Stage::Ppo, "sft_model_path", messages)? else { return Ok(None) };
             links = model;
         }
-        if let Some(dir) = model_of(flags, Stage::Reward) {
+        if let Some(dir) = model_dir(flags, Stage::Reward) {
             links.push(("reward_model_path", text(&dir)?));
         }
         let parts = Parts { run: |config: &mut PpoConfig| &mut config.run, check: PpoConfig::check };
@@ -333,7 +334,7 @@ impl File<'_> {
         messages: &mut Messages,
     ) -> Result<Option<DpoConfig>, Stop> {
         let mut links = Vec::new();
-        if self.own(Stage::Dpo, "model_name_or_path").is_none() {
+        if self.in_section(Stage::Dpo, "model_name_or_path").is_none() {
             let Some(model) = self.sft_model(flags, Stage::Dpo, "model_name_or_path", messages)? else {
                 return Ok(None);
             };
@@ -350,7 +351,7 @@ impl File<'_> {
         messages: &mut Messages,
     ) -> Result<Option<DistillConfig>, Stop> {
         let mut links = Vec::new();
-        if self.own(Stage::Distill, "model_name_or_path").is_none() {
+        if self.in_section(Stage::Distill, "model_name_or_path").is_none() {
             let Some(model) = self.sft_model(flags, Stage::Distill, "model_name_or_path", messages)? else {
                 return Ok(None);
             };
@@ -369,11 +370,12 @@ impl File<'_> {
         key: &'static str,
         messages: &mut Messages,
     ) -> Result<Option<Vec<(&'static str, String)>>, Stop> {
-        if let Some(dir) = model_of(flags, Stage::Sft) {
+        if let Some(dir) = model_dir(flags, Stage::Sft) {
             return Ok(Some(vec![(key, text(&dir)?)]));
         }
-        let base =
-            |key: &str| self.own(Stage::Sft, key).or_else(|| self.find(key)).and_then(|s| s.values.first().cloned());
+        let base = |key: &str| {
+            self.in_section(Stage::Sft, key).or_else(|| self.find(key)).and_then(|s| s.values.first().cloned())
+        };
         let Some(model) = base("model_name_or_path") else {
             let dir = PipelineConfig::dir(&flags.output_dir, Stage::Sft);
             let message = format!(
@@ -389,7 +391,7 @@ impl File<'_> {
 }
 
 /// Returns the folder of the stage's model, unless the stage is skipped and there is none.
-fn model_of(flags: &PipelineFlags, stage: Stage) -> Option<PathBuf> {
+fn model_dir(flags: &PipelineFlags, stage: Stage) -> Option<PathBuf> {
     let dir = PipelineConfig::dir(&flags.output_dir, stage);
     (!flags.skip.contains(&stage) || dir.join("config.json").is_file() || dir.join("adapter_config.json").is_file())
         .then_some(dir)
@@ -418,11 +420,11 @@ mod tests {
         let (sft, reward, ppo) = pipeline("preset: deepspeed-chat\nmax_seq_len: 64\nsft: {preset: trl}\n");
         assert_eq!((sft.preset, sft.learning_rate, sft.max_length), (Preset::Trl, 2e-5, Some(1024)));
         assert_eq!((reward.learning_rate, reward.max_length, ppo.kl.kl_coef), (5e-5, Some(64), 0.1));
-        let own = "num_warmup_steps: 10\nenable_tensorboard: true\nppo: {preset: deepspeed-chat}\n";
-        let (sft, reward, ppo) = pipeline(own);
+        let text = "num_warmup_steps: 10\nenable_tensorboard: true\nppo: {preset: deepspeed-chat}\n";
+        let (sft, reward, ppo) = pipeline(text);
         let warmup = [&sft.optimizer, &reward.optimizer, &ppo.optimizer].map(|optimizer| optimizer.warmup_steps);
         assert_eq!((warmup, ppo.run.tracking.report_to.len(), sft.learning_rate), ([0, 0, 10], 1, 2e-5));
-        // A preset of PPO alone is not of the other stages.
+        // A preset for PPO alone does not apply to the other stages.
         let (sft, _, ppo) = pipeline("preset: trl-legacy\n");
         assert_eq!((sft.preset, ppo.preset), (Preset::Trl, Preset::TrlLegacy));
         let (sft, reward, _) = pipeline("max_length: null\nreward: {max_length: 7}\n");
@@ -457,15 +459,15 @@ mod tests {
         assert_eq!(name(&config.ppo.unwrap().run).as_deref(), Some("mine"));
         assert_eq!((ppo.sft_model_path, ppo.reward_model_path), ("p/1-sft".into(), None));
         assert_eq!(ppo.rewards.reward.len(), 2);
-        // `max_steps` goes to the stages that have it; PPO, whose length is set otherwise, does not refuse it.
+        // `max_steps` goes to the stages that have it; PPO, whose length other settings set, does not refuse it.
         let config = pipeline(&format!("{least}max_steps: 3\nlogging_steps: 1\n"), &[]).unwrap();
         assert_eq!((config.sft.unwrap().max_steps, config.reward.unwrap().max_steps), (Some(3), Some(3)));
-        let own = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
+        let refused = pipeline(&format!("{least}ppo: {{max_steps: 3}}\n"), &[]).unwrap_err();
         assert!(
-            own.starts_with(
+            refused.starts_with(
                 "run.yaml:4: ppo: max_steps = 3 has no effect without preset = grpo or rloo: total_episodes"
             ),
-            "{own}"
+            "{refused}"
         );
         // Skipped stages have left no model to start from.
         let config = pipeline(&format!("{least}{text}"), &["--skip", "sft,reward"]).unwrap();
@@ -473,7 +475,7 @@ mod tests {
         let ppo = config.ppo.unwrap();
         assert_eq!((ppo.sft_model_path, ppo.model_revision.as_str()), ("m".into(), "v1"));
         let error = |text: &str| pipeline(text, &[]).unwrap_err();
-        for (text, wanted) in [
+        for (text, expected) in [
             ("ppo:\n  kl_coeff: 1\n", "run.yaml:5: unknown key `ppo.kl_coeff`; did you mean `kl_coef`?"),
             ("ppos:\n  kl_coef: 1\n", "run.yaml:4: unknown key `ppos`; did you mean `ppo`?"),
             ("kl_coeff: 1\n", "run.yaml:4: unknown key `kl_coeff`; did you mean `kl_coef`?"),
@@ -498,13 +500,13 @@ mod tests {
             ("skip: [sft, reward, ppo]\n", "run.yaml:4: skip = sft,reward,ppo leaves nothing to do"),
             ("skip: 7\n", "run.yaml:4: `skip`: expected one of sft, reward, ppo, dpo, distill, found `7`"),
         ] {
-            let found = error(&format!("{least}{text}"));
-            assert!(found.starts_with(wanted), "{found}\nis not {wanted}");
+            let message = error(&format!("{least}{text}"));
+            assert!(message.starts_with(expected), "{message}\nis not {expected}");
         }
-        let found = error("output_dir: o\nsft: {model_name_or_path: m, dataset_name: d}\n\nreward:\n");
-        assert!(found.starts_with("run.yaml:4: reward: ") && found.contains("--dataset_name"), "{found}");
-        let found = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
-        assert!(found.contains("reward: sft is skipped, and o/1-sft holds no model"), "{found}");
+        let message = error("output_dir: o\nsft: {model_name_or_path: m, dataset_name: d}\n\nreward:\n");
+        assert!(message.starts_with("run.yaml:4: reward: ") && message.contains("--dataset_name"), "{message}");
+        let message = pipeline("output_dir: o\ndataset_name: d\nskip: sft\n", &[]).unwrap_err();
+        assert!(message.contains("reward: sft is skipped, and o/1-sft holds no model"), "{message}");
     }
 
     #[test]

@@ -77,7 +77,7 @@ fn check_command(word: Option<&OsString>) -> Result<()> {
     }
 }
 
-/// The training run of a task; `None` if the task is none.
+/// The training run of a task; `None` if the task is not a training run.
 fn planned(task: &Task) -> Option<PlannedRun> {
     match task {
         Task::Sft(config) => Some(PlannedRun::Sft(config.clone())),

@@ -34,7 +34,7 @@ pub(crate) fn push(config: &PushConfig) -> Result<()> {
     writeln!(io::stdout(), "{}", one_line(&report.url)).map_err(Error::io("write to", "standard output"))
 }
 
-/// The first of the names, and the number of others.
+/// Returns the first names, and the number of the others.
 fn listed(names: &[String]) -> String {
     let first = names[..names.len().min(MOST_NAMES)].join(", ");
     match names.len().saturating_sub(MOST_NAMES) {

@@ -27,8 +27,8 @@ pub(super) const REPLAY: &str = "replay";
 /// The command whose settings a replay changes.
 const PPO: &str = "ppo";
 
-/// Flags of it that a replay does not have: they are about the folder of a run and its uploads, and no settings of its record.
-const OF_RUNS: [&str; 4] =
+/// Flags of `rlhf ppo` that a replay does not have: they concern the folder of a run and its uploads, and are not in the run's record.
+const RUN_FLAGS: [&str; 4] =
     ["overwrite_output_dir", "resume_from_checkpoint", "resume_with_changed_inputs", "hub_token"];
 
 /// An update to compute again, and the settings for it.
@@ -40,13 +40,13 @@ pub(crate) struct ReplayTask {
 
 /// Returns the command: its own flags, and those of `rlhf ppo`, hidden.
 pub(super) fn command() -> Command {
-    let own = flags::command::<ReplayConfig>(REPLAY);
-    let is_own = |arg: &Arg| own.get_arguments().any(|own| own.get_id() == arg.get_id());
+    let replay = flags::command::<ReplayConfig>(REPLAY);
+    let is_replay_flag = |arg: &Arg| replay.get_arguments().any(|flag| flag.get_id() == arg.get_id());
     let ppo = flags::command::<PpoConfig>(PPO);
-    let is_of_runs = |arg: &Arg| OF_RUNS.contains(&arg.get_id().as_str());
-    let settings = ppo.get_arguments().filter(|arg| !is_own(arg) && !is_of_runs(arg)).cloned();
+    let is_run_flag = |arg: &Arg| RUN_FLAGS.contains(&arg.get_id().as_str());
+    let settings = ppo.get_arguments().filter(|arg| !is_replay_flag(arg) && !is_run_flag(arg)).cloned();
     let settings: Vec<Arg> = settings.map(|arg| arg.required(false).hide(true)).collect();
-    own.args(settings)
+    replay.args(settings)
 }
 
 /// Parses `rlhf replay RUN --update N FLAGS`, with the settings that the run has recorded.
@@ -72,7 +72,7 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let settings: Vec<Setting> = known.into_iter().map(|(name, value)| setting(&keys.canonical(name), value)).collect();
     let program = ["rlhf", PPO].map(OsString::from);
     let mut words: Vec<OsString> =
-        program.into_iter().chain(ppo.get_arguments().flat_map(|arg| words_of(arg, flags))).collect();
+        program.into_iter().chain(ppo.get_arguments().flat_map(|arg| flag_words(arg, flags))).collect();
     let mut messages = Messages::default();
     if !unknown.is_empty() {
         let names: Vec<&str> = unknown.iter().map(|(name, _)| name.as_str()).collect();
@@ -108,10 +108,11 @@ fn setting(name: &str, value: &Value) -> Setting {
 }
 
 /// Returns the flag `arg` as it is on the command line; no words if it is not.
-fn words_of(arg: &Arg, flags: &ArgMatches) -> Vec<OsString> {
-    let (id, own) = (arg.get_id().as_str(), ["output_dir", "help"]);
-    let given = flags.try_get_raw(id).ok().flatten().filter(|_| on_line(flags, id) && !own.contains(&id));
-    let (Some(values), Some(long)) = (given, arg.get_long()) else { return Vec::new() };
+fn flag_words(arg: &Arg, flags: &ArgMatches) -> Vec<OsString> {
+    let id = arg.get_id().as_str();
+    let replay_flags = ["output_dir", "help"];
+    let written = flags.try_get_raw(id).ok().flatten().filter(|_| on_line(flags, id) && !replay_flags.contains(&id));
+    let (Some(values), Some(long)) = (written, arg.get_long()) else { return Vec::new() };
     let values: Vec<OsString> = values.map(OsString::from).collect();
     let joined = |values: &[OsString], between: &str| {
         let mut word = OsString::from(format!("--{long}="));
@@ -131,13 +132,15 @@ fn words_of(arg: &Arg, flags: &ArgMatches) -> Vec<OsString> {
 /// Computes the update again, and prints the comparison with the run.
 pub(crate) fn replay(task: &ReplayTask, runtime: &Runtime) -> Result<()> {
     let absolute = |path: &Path| std::path::absolute(path).map_err(Error::io("find", path));
-    let (mut run, mut out) = (task.replay.run.clone(), task.replay.output_dir());
+    let mut run = task.replay.run.clone();
+    let mut out = task.replay.output_dir();
     let recorded = RecordedUpdate::open(&run, task.replay.update)?;
     // Paths among the settings are relative to the folder that the run was started in.
     let elsewhere =
         recorded.working_dir().filter(|dir| dir.is_dir() && std::env::current_dir().is_ok_and(|here| here != *dir));
     if let Some(dir) = elsewhere {
-        (run, out) = (absolute(&run)?, absolute(&out)?);
+        run = absolute(&run)?;
+        out = absolute(&out)?;
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
     }
     let world = &runtime.world;
@@ -165,7 +168,7 @@ pub(crate) fn replay(task: &ReplayTask, runtime: &Runtime) -> Result<()> {
     io::stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
 }
 
-/// The changed settings, and the metrics beside those of the run.
+/// The changed settings, and the metrics next to those of the run.
 fn changed(replayed: &Replayed) -> String {
     let settings =
         replayed.changed().iter().map(|(name, [then, now])| format!("{name} = {now} (in the run: {then})\n"));

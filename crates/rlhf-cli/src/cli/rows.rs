@@ -35,7 +35,7 @@ pub(crate) fn open_rows(config: &RowsConfig, json: bool, world: &World) -> Resul
             } else {
                 Box::new(io::stdin())
             };
-            RowReader::lines("standard input", BufReader::new(OfMain { input, world: world.clone() }), json)
+            RowReader::lines("standard input", BufReader::new(MainInput { input, world: world.clone() }), json)
         }
     };
     Ok(rows.with_columns(config.split.columns()?))
@@ -54,17 +54,17 @@ fn is_terminal(config: &RowsConfig) -> bool {
 }
 
 /// The input of rank 0, which all ranks read together.
-struct OfMain<R> {
+struct MainInput<R> {
     input: R,
     world: World,
 }
 
-impl<R: Read> Read for OfMain<R> {
+impl<R: Read> Read for MainInput<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.world.size() == 1 {
             return self.input.read(buffer);
         }
-        // All ranks read with buffers of one size, so that they read as often.
+        // All ranks read with buffers of one size, so that they make the same number of reads.
         let read = || self.input.read(buffer).map_err(Error::io("read", "standard input"));
         let read = self.world.on_main(read).map_err(io::Error::other)?;
         let bytes = self.world.broadcast_bytes(read.map(|count| buffer[..count].to_vec())).map_err(io::Error::other)?;
@@ -139,7 +139,7 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
 /// The temporary file of this process, while there is one: a signal leaves it behind.
 static PART: Mutex<Option<PathBuf>> = Mutex::new(None);
 
-/// Returns a note on the rows that are in the temporary file; removes an empty one. For a process that ends without destructors too.
+/// Returns a note on the rows that are in the temporary file; removes an empty one. Also for a process that ends without running destructors.
 pub(crate) fn leave_part() -> Option<String> {
     let part = PART.lock().unwrap_or_else(PoisonError::into_inner).take()?;
     if fs::metadata(&part).is_ok_and(|file| file.len() > 0) {
@@ -261,9 +261,9 @@ impl Drop for Output {
 /// Fields to add to a row.
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
-/// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it: on every rank those of all
-/// rows. Rank 0 writes. `measure` is called without a part after the last one. A note is printed if `tokenizer` decodes the
-/// token ids of the first row to another text than the row has.
+/// Reads the rows in parts and writes each row, in order, with the fields that `measure` returns for it. On every rank `measure` returns
+/// the fields of all rows of the part; rank 0 writes. After the last part `measure` is called without one. A note is printed if
+/// `tokenizer` decodes the token ids of the first row to another text than the row has.
 pub(super) fn annotate(
     config: &RowsConfig,
     mut rows: RowReader,
@@ -335,8 +335,8 @@ impl<'c> Rows<'c> {
     }
 }
 
-/// Measures `batches` of the rows `0..count` of a part, which are divided over the ranks `world`. Returns the numbers of each row, of which it has
-/// `len(row)`, on all ranks; `measure` returns those of a batch's rows, one row after another.
+/// Measures the rows `0..count` of a part in `batches`, which are divided over the ranks of `world`. Returns the numbers of each row,
+/// `len(row)` of them, on all ranks; `measure` returns the numbers of a batch, one row after another.
 ///
 /// The batches do not depend on the ranks, so that each number is the same with any number of ranks.
 ///
@@ -349,15 +349,15 @@ pub(super) fn numbers_of_rows(
     world: &World,
     mut measure: impl FnMut(&[usize]) -> Result<Vec<f32>>,
 ) -> Result<Vec<Vec<f32>>> {
-    let own = batches.iter().skip(world.rank()).step_by(world.size());
-    let own: Result<Vec<Vec<f32>>> = own.map(|batch| measure(batch)).collect();
-    let own: Vec<f64> = world.agree(own)?.into_iter().flatten().map(f64::from).collect();
-    let mut of_ranks: Vec<_> = world.gather_numbers(&own)?.into_iter().map(Vec::into_iter).collect();
+    let rank_batches = batches.iter().skip(world.rank()).step_by(world.size());
+    let measured: Result<Vec<Vec<f32>>> = rank_batches.map(|batch| measure(batch)).collect();
+    let rank_numbers: Vec<f64> = world.agree(measured)?.into_iter().flatten().map(f64::from).collect();
+    let mut numbers_by_rank: Vec<_> = world.gather_numbers(&rank_numbers)?.into_iter().map(Vec::into_iter).collect();
     let mut numbers = vec![Vec::new(); count];
     for (place, batch) in batches.iter().enumerate() {
         for &row in batch {
-            let own = of_ranks[place % world.size()].by_ref().take(len(row));
-            numbers[row] = own.map(|number| number as f32).collect();
+            let row_numbers = numbers_by_rank[place % world.size()].by_ref().take(len(row));
+            numbers[row] = row_numbers.map(|number| number as f32).collect();
         }
     }
     Ok(numbers)

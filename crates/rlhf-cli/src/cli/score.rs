@@ -30,7 +30,7 @@ pub(crate) fn score(config: &ScoreConfig, world: &World) -> Result<()> {
     }
 }
 
-/// Writes the rows with the scores of the reward model `name` alone, which are of token ids or of whole texts.
+/// Writes the rows with the scores of the reward model `name` alone, which scores token ids or whole texts.
 fn score_by_model(
     (config, name): (&ScoreConfig, &Path),
     rows: RowReader,
@@ -47,14 +47,16 @@ fn score_by_model(
         Ok((tokenizer.limited_to(model.config().max_position_embeddings), model))
     };
     let (tokenizer, model) = world.agree(load())?;
-    let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
-    let (end, mut preferences) = (model.config().causal, Preferences::default());
+    let context = model.config().max_position_embeddings;
+    let vocab = model.config().vocab_size;
+    let end = model.config().causal;
+    let mut preferences = Preferences::default();
     annotate(&config.rows, rows, &tokenizer, world, |part| {
         let Some(part) = part else { return Ok(Vec::new()) };
-        let of_rows = part.scored_texts(&tokenizer, end, vocab, context)?;
-        let rows: Vec<usize> = (0..).zip(&of_rows).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
-        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
-        let texts = of_rows.concat();
+        let row_texts = part.scored_texts(&tokenizer, end, vocab, context)?;
+        let rows: Vec<usize> = (0..).zip(&row_texts).flat_map(|(row, texts)| texts.iter().map(move |_| row)).collect();
+        let counts: Vec<usize> = row_texts.iter().map(Vec::len).collect();
+        let texts = row_texts.concat();
         let batches = batches((0..texts.len()).collect(), config.rows.batch_size, |i| texts[i].len());
         let scores = numbers_of_rows(
             texts.len(),
@@ -164,9 +166,9 @@ fn score_by_rewards(config: &ScoreConfig, rows: RowReader, options: ModelOptions
     annotate(&config.rows, rows, &tokenizer, world, |part| {
         // A score too many in the output of a program is found at its end, before a file gets its name.
         let Some(part) = part else { return rewards.finish().map(|()| Vec::new()) };
-        let of_rows = part.scored_responses(&tokenizer)?;
-        let counts: Vec<usize> = of_rows.iter().map(Vec::len).collect();
-        let responses: Vec<PromptResponse> = of_rows.into_iter().flatten().collect();
+        let row_responses = part.scored_responses(&tokenizer)?;
+        let counts: Vec<usize> = row_responses.iter().map(Vec::len).collect();
+        let responses: Vec<PromptResponse> = row_responses.into_iter().flatten().collect();
         let inputs = responses.iter().map(|response| RewardInput {
             prompt: &response.prompt.text,
             response: &response.response,

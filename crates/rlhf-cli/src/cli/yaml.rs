@@ -1,8 +1,8 @@
 //! Reads YAML as settings, each with its line.
 //!
-//! The document is parsed twice. A value of another shape than its flag's (a list for a number) would end the deserializer, and
-//! with it the list of errors; so the first pass only records the shape of each value, and the second reads each by its shape. Values of
-//! any shape in one pass would be typed, and no longer the texts that the user wrote: `1e-5` and `007` would be numbers.
+//! The document is parsed twice, because a value whose shape does not fit its flag (a list for a number) would end the deserializer, and
+//! with it the list of errors. The first pass only records the shape of each value, and the second reads each value by its shape. One
+//! pass for any shape would make typed values of the texts that the user wrote: `1e-5` and `007` would be numbers.
 
 use std::collections::VecDeque;
 
@@ -27,7 +27,8 @@ pub(super) struct Entry {
 /// # Errors
 /// The line and the message, if the document is not a map of settings.
 pub(super) fn read_yaml(text: &str, keys: &Keys<'_>) -> Result<Vec<Entry>, (u64, String)> {
-    let (mut shapes, mut entries) = (VecDeque::new(), Vec::new());
+    let mut shapes = VecDeque::new();
+    let mut entries = Vec::new();
     run(text, keys, &mut Pass::Shapes(&mut shapes))?;
     run(text, keys, &mut Pass::Values(&mut shapes, &mut entries))?;
     Ok(entries)

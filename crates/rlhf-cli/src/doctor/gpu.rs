@@ -1,4 +1,4 @@
-//! GPUs: the driver, CUDA's libraries beside libtorch, each GPU's name, memory and compute capability, and NCCL.
+//! GPUs: the driver, CUDA's libraries next to libtorch, each GPU's name, memory and compute capability, and NCCL.
 
 use super::finding::{Finding, variable};
 use rlhf::process::{self, output};
@@ -34,7 +34,7 @@ struct Seen {
     driver_version: Option<String>,
     /// The linker knows the driver's library, libcuda.so.1.
     driver_library: bool,
-    /// `libtorch_cuda.so` is beside libtorch.
+    /// `libtorch_cuda.so` is next to libtorch.
     cuda: bool,
     /// Number of GPUs that libtorch can use, or the reason that it can use none; `None` if that was not checked.
     usable: Option<Result<usize, String>>,
@@ -48,7 +48,8 @@ struct Seen {
 /// Examines GPUs. Returns the findings, and whether libtorch can use a GPU.
 pub(super) fn examine() -> (Vec<Finding>, bool) {
     let folder = tch_ext::libtorch_folder().unwrap_or_default();
-    let (driver, cuda) = (device::has_driver(), folder.join("libtorch_cuda.so").is_file());
+    let driver = device::has_driver();
+    let cuda = folder.join("libtorch_cuda.so").is_file();
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
     // Loads a gigabyte of libraries.
     let usable = (driver && cuda).then(device::gpus);
@@ -67,7 +68,7 @@ pub(super) fn examine() -> (Vec<Finding>, bool) {
     (findings(&seen), usable)
 }
 
-/// The path of the library that `make cuda` builds in libtorch's folder, or the reason that it is not there or, where CUDA is loaded, cannot be.
+/// The path of the library that `make cuda` builds in libtorch's folder; or the reason that it is missing, or cannot be loaded if CUDA is.
 fn library_in(folder: &Path, usable: Option<&Result<usize, String>>) -> Result<String, String> {
     let path = dist::cuda_library_in(folder)?;
     match (usable, tch_ext::graphs_error()) {
@@ -93,7 +94,7 @@ fn findings(seen: &Seen) -> Vec<Finding> {
         .with("usable", usable)
         .with("gpus", gpus.collect::<Vec<Value>>())
         .with("cuda_visible_devices", seen.visible.clone());
-    let path = seen.library.as_ref().and_then(|found| found.as_ref().ok()).cloned();
+    let path = seen.library.as_ref().and_then(|library| library.as_ref().ok()).cloned();
     vec![gpu, library(seen, usable).with("library", path)]
 }
 
@@ -192,7 +193,7 @@ fn on_bus(devices: &Path) -> usize {
     devices.filter(|at| starts(&at.path(), "vendor", "0x10de") && starts(&at.path(), "class", "0x03")).count()
 }
 
-/// Returns the version in `/proc/driver/nvidia/version`: the first word of its line that has the form of one.
+/// Returns the version in `/proc/driver/nvidia/version`: the first word of the driver's line that has the form of a version.
 fn driver_version(text: &str) -> Option<String> {
     let line = text.lines().find(|line| line.starts_with("NVRM"))?;
     let is_version = |word: &&str| {
@@ -232,7 +233,7 @@ mod tests {
     use super::*;
     use crate::doctor::finding::Status;
 
-    fn gpu_of(name: &str, capability: f64) -> Gpu {
+    fn test_gpu(name: &str, capability: f64) -> Gpu {
         Gpu { name: name.into(), memory_mib: 81_559, capability }
     }
 
@@ -240,7 +241,8 @@ mod tests {
     fn each_combination_of_driver_and_libraries_has_its_finding() {
         let none = Seen::default();
         let driver = Seen { driver: true, driver_version: Some("580.65.06".into()), on_bus: 1, ..none.clone() };
-        let whole = Seen { cuda: true, usable: Some(Ok(1)), gpus: vec![gpu_of("NVIDIA H100", 9.0)], ..driver.clone() };
+        let whole =
+            Seen { cuda: true, usable: Some(Ok(1)), gpus: vec![test_gpu("NVIDIA H100", 9.0)], ..driver.clone() };
         let refused = Some(Err("CUDA is installed, but it can use no GPU".into()));
         for (seen, status, text, hint) in [
             (none.clone(), Status::Ok, "no NVIDIA GPU: runs use the CPU", ""),
@@ -251,7 +253,7 @@ mod tests {
             (whole.clone(), Status::Ok, "1 GPU: NVIDIA H100 (80 GiB, compute capability 9)", ""),
             (Seen { usable: refused, ..whole.clone() }, Status::Failure, "it can use no GPU", "--device cpu"),
             (
-                Seen { gpus: vec![gpu_of("Tesla V100", 7.0)], ..whole.clone() },
+                Seen { gpus: vec![test_gpu("Tesla V100", 7.0)], ..whole.clone() },
                 Status::Warning,
                 "needs 7.5",
                 "--device cpu",
@@ -274,8 +276,8 @@ mod tests {
     #[test]
     fn the_cuda_library_is_missed_only_where_there_is_a_gpu() {
         let missing = Seen { library: Some(Err("no CUDA library".into())), ..Seen::default() };
-        let found = [0, 1, 2].map(|gpus| library(&missing, gpus).status);
-        assert_eq!(found, [Status::Ok, Status::Warning, Status::Warning]);
+        let statuses = [0, 1, 2].map(|gpus| library(&missing, gpus).status);
+        assert_eq!(statuses, [Status::Ok, Status::Warning, Status::Warning]);
         assert_eq!(library(&Seen::default(), 0).status, Status::Ok);
         let there = Seen { library: Some(Ok("/lib/libtch_ext_cuda.so".into())), ..Seen::default() };
         assert_eq!(findings(&there)[1].facts["library"], "/lib/libtch_ext_cuda.so");
@@ -289,7 +291,7 @@ mod tests {
         let lines = "NVIDIA H100 80GB HBM3, 81559, 9.0\nOdd, name, 1024, 7.0\nbroken\n";
         assert_eq!(
             parsed(lines),
-            [gpu_of("NVIDIA H100 80GB HBM3", 9.0), Gpu { memory_mib: 1024, ..gpu_of("Odd, name", 7.0) }]
+            [test_gpu("NVIDIA H100 80GB HBM3", 9.0), Gpu { memory_mib: 1024, ..test_gpu("Odd, name", 7.0) }]
         );
         assert!(
             knows_driver(b"ld.so-1.7.0\0libcuda.so.1\0/usr/lib/libcuda.so.1\0") && !knows_driver(b"libcudart.so.1")

@@ -30,13 +30,13 @@ pub(super) fn libtorch() -> Finding {
         Ok(folder) => folder,
         Err(error) => return Finding::failure("libtorch", error, "build rlhf again, with `make install`"),
     };
-    let found = version_beside(&folder);
+    let version = version_near(&folder);
     let openmp = openmp_libraries(&read("/proc/self/maps").unwrap_or_default());
     let from = variable(process::LIBTORCH_FROM);
     let library_path = variable("LD_LIBRARY_PATH").is_some();
-    let finding = libtorch_finding(&folder, from.as_deref(), found.as_deref(), &openmp, library_path);
+    let finding = libtorch_finding(&folder, from.as_deref(), version.as_deref(), &openmp, library_path);
     finding
-        .with("version", found.as_deref().unwrap_or(LIBTORCH))
+        .with("version", version.as_deref().unwrap_or(LIBTORCH))
         .with("built_with", LIBTORCH)
         .with("folder", folder.display().to_string())
         .with("from", from)
@@ -47,35 +47,35 @@ pub(super) fn libtorch() -> Finding {
         .with("openmp", openmp)
 }
 
-/// Compares the libtorch with that of the build. `from` names its source where the launcher of the Python package started the program:
-/// `folder` then has only links.
+/// Compares the libtorch in use with the one of the build. If the launcher of the Python package started the program, `from` names the
+/// source of libtorch, and `folder` has only links.
 fn libtorch_finding(
     folder: &Path,
     from: Option<&str>,
-    found: Option<&str>,
+    version: Option<&str>,
     openmp: &[String],
     library_path: bool,
 ) -> Finding {
     let place = from.map_or_else(|| format!("in {}", folder.display()), |from| format!("({from})"));
     // Without `+cpu` and the like.
     let plain = |version: &str| version.split('+').next().unwrap_or_default().to_string();
-    if let Some(found) = found.filter(|found| plain(found) != LIBTORCH) {
+    if let Some(version) = version.filter(|version| plain(version) != LIBTORCH) {
         let hint = if library_path {
             "unset LD_LIBRARY_PATH, or remove that folder from it".to_string()
         } else {
             format!("build rlhf again with libtorch {LIBTORCH}: `make install`")
         };
-        return Finding::failure("libtorch", format!("{found} {place}: expected {LIBTORCH}"), hint);
+        return Finding::failure("libtorch", format!("{version} {place}: expected {LIBTORCH}"), hint);
     }
     if openmp.len() > 1 {
         let text = format!("two OpenMP libraries, with a thread pool each: {}", openmp.join(", "));
         return Finding::warning("libtorch", text, "unset LD_PRELOAD and LD_LIBRARY_PATH, or build rlhf again");
     }
-    Finding::ok("libtorch", format!("{} {place}, C++11 ABI", found.unwrap_or(LIBTORCH)))
+    Finding::ok("libtorch", format!("{} {place}, C++11 ABI", version.unwrap_or(LIBTORCH)))
 }
 
-/// Returns the version that a C++ header or a Python file beside the folder of the libraries names. `make install` copies neither.
-fn version_beside(folder: &Path) -> Option<String> {
+/// Returns the version that a C++ header or a Python file next to the folder of the libraries names. `make install` copies neither.
+fn version_near(folder: &Path) -> Option<String> {
     let torch = folder.parent()?;
     let quoted = |text: &str, start: &str| {
         let (_, rest) = text.split_once(start)?;
@@ -119,26 +119,26 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
     let flags = field(&["flags", "Features"]).unwrap_or_default();
     let flags: BTreeSet<&str> = flags.split_whitespace().collect();
     let has = |needed: &[&str]| needed.iter().all(|flag| flags.contains(flag));
-    let there = SETS.iter().find(|(.., needed)| has(needed));
+    let best = SETS.iter().find(|(.., needed)| has(needed));
     let forced = capability.and_then(|name| SETS.iter().find(|set| set.0 == name));
     let neon = flags.contains("asimd");
     let used = match (forced, capability) {
         (Some(set), _) => set.1,
         (None, Some("default")) => "none",
-        _ => there.map_or(if neon { "NEON" } else { "none" }, |set| set.1),
+        _ => best.map_or(if neon { "NEON" } else { "none" }, |set| set.1),
     };
     let extra: Vec<&str> = [("avx512_bf16", "AVX-512 BF16"), ("amx_bf16", "AMX BF16"), ("bf16", "BF16")]
         .into_iter()
         .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
         .collect();
-    // As oneDNN, beside the sets of `extra`: AVX-512, or the instructions of later processors without it.
+    // As in oneDNN, which uses besides the sets of `extra`: AVX-512, or the instructions of later processors without it.
     let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert");
-    let more = match (extra.is_empty(), multiplies_bf16) {
-        (false, _) => format!("; {} for bf16 products", extra.join(", ")),
-        (true, true) => String::new(),
-        (true, false) => {
-            "; no instructions for bf16 products, which are computed in f32: --bf16 saves memory, and time in generation alone".into()
-        }
+    let more = if !extra.is_empty() {
+        format!("; {} for bf16 products", extra.join(", "))
+    } else if multiplies_bf16 {
+        String::new()
+    } else {
+        "; no instructions for bf16 products, which are computed in f32: --bf16 saves memory, and time in generation alone".into()
     };
     let text = format!("{model}: kernels for {used}{more}");
     let finding = match (forced, capability) {
@@ -150,7 +150,7 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
         _ if plain => {
             Finding::warning("cpu", format!("{text}; RLHF_KERNELS = plain turns them off"), "unset RLHF_KERNELS")
         }
-        (_, Some(name)) if there.is_some_and(|there| there.1 != used) => Finding::warning(
+        (_, Some(name)) if best.is_some_and(|best| best.1 != used) => Finding::warning(
             "cpu",
             format!("{text}: ATEN_CPU_CAPABILITY = {name} hides faster instructions"),
             "unset ATEN_CPU_CAPABILITY",
@@ -204,11 +204,11 @@ pub(super) fn threads() -> Finding {
 
 fn threads_finding(seen: &Threads) -> Finding {
     let Threads { threads, usable, online, .. } = *seen;
-    let of_cores = seen.cores.map_or(String::new(), |cores| format!(" ({cores} cores)"));
+    let cores_text = seen.cores.map_or(String::new(), |cores| format!(" ({cores} cores)"));
     let machine = if usable < online {
-        format!("{usable} of the machine's {online} processors{of_cores}")
+        format!("{usable} of the machine's {online} processors{cores_text}")
     } else {
-        format!("{online} processor{}{of_cores}", if online == 1 { "" } else { "s" })
+        format!("{online} processor{}{cores_text}", if online == 1 { "" } else { "s" })
     };
     let text = format!("{threads} thread{} on {machine}", if threads == 1 { "" } else { "s" });
     let number = seen.omp_num_threads.as_ref().map(|text| {
@@ -264,17 +264,17 @@ fn threads_finding(seen: &Threads) -> Finding {
 
 /// Returns the number of physical cores in `/proc/cpuinfo`; `None` where it does not list them.
 fn cores(info: &str) -> Option<usize> {
-    let mut found = BTreeSet::new();
+    let mut ids = BTreeSet::new();
     for processor in info.split("\n\n") {
         let field = |name: &str| {
             let mut lines = processor.lines().filter_map(|line| line.split_once(':'));
-            lines.find(|(found, _)| found.trim() == name).map(|(_, value)| value.trim().to_string())
+            lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_string())
         };
         if let Some(core) = field("core id") {
-            found.insert((field("physical id"), core));
+            ids.insert((field("physical id"), core));
         }
     }
-    (!found.is_empty()).then_some(found.len())
+    (!ids.is_empty()).then_some(ids.len())
 }
 
 /// Memory in bytes.
@@ -352,7 +352,7 @@ struct Place {
     least: u64,
     /// A warning is due below this many free bytes.
     enough: u64,
-    /// Consequence of too few, or of a folder that cannot be written.
+    /// Consequence of too few free bytes, or of a folder that cannot be written.
     consequence: &'static str,
     hint: &'static str,
 }
@@ -391,16 +391,16 @@ pub(super) fn disks() -> Vec<Finding> {
 fn disk(place: &Place) -> Finding {
     let Place { name, path, consequence, .. } = place;
     let shown = path.display();
-    // A folder that is not there yet would be created in the nearest one that is.
-    let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    let writable = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
+    // A folder that does not exist yet would be created in the nearest one that does.
+    let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let writable = existing.is_dir() && access(existing, Access::WRITE_OK | Access::EXEC_OK).is_ok();
     let space =
-        statvfs(there).map(|disk| [disk.f_bavail, disk.f_blocks].map(|blocks| blocks.saturating_mul(disk.f_frsize)));
+        statvfs(existing).map(|disk| [disk.f_bavail, disk.f_blocks].map(|blocks| blocks.saturating_mul(disk.f_frsize)));
     // Some network file systems report no size.
     let space = space.ok().filter(|[_, total]| *total > 0);
     let free = space.map_or(u64::MAX, |[free, _]| free);
     let finding = if !writable {
-        let at = if there == path { String::new() } else { format!(", nor created in {}", there.display()) };
+        let at = if existing == path { String::new() } else { format!(", nor created in {}", existing.display()) };
         Finding::warning(name, format!("{shown} cannot be written{at}: {consequence}"), place.hint)
     } else if free < place.least {
         Finding::failure(name, format!("{} free in {shown}: {consequence}", bytes(free)), place.hint)
@@ -426,7 +426,7 @@ mod tests {
     use super::*;
     use crate::doctor::finding::Status;
 
-    fn status_of(finding: &Finding) -> (Status, &str) {
+    fn status_and_hint(finding: &Finding) -> (Status, &str) {
         (finding.status, finding.hint.as_deref().unwrap_or_default())
     }
 
@@ -481,7 +481,7 @@ mod tests {
         }
         assert!(cpu_finding(&avx512, None, false).text.contains("AMX BF16"));
         assert!(cpu_finding(&avx2, None, false).text.contains("bf16 products, which are computed in f32"));
-        assert_eq!(status_of(&cpu_finding(&avx512, None, true)), (Status::Warning, "unset RLHF_KERNELS"));
+        assert_eq!(status_and_hint(&cpu_finding(&avx512, None, true)), (Status::Warning, "unset RLHF_KERNELS"));
         let arm = "processor : 0\nFeatures : fp asimd sve bf16\nCPU part : 0xd40\n";
         assert_eq!(kernels(&cpu_finding(arm, None, false)), "NEON");
         let older_arm = "processor : 0\nFeatures : fp asimd sve\nCPU part : 0xd0c\n";
@@ -495,7 +495,10 @@ mod tests {
         assert_eq!(threads_finding(&seen).status, Status::Ok);
         let set = |text: &str| Some(text.to_string());
         let many = Threads { threads: 64, omp_num_threads: set("64"), ..seen.clone() };
-        assert_eq!(status_of(&threads_finding(&many)), (Status::Warning, "unset OMP_NUM_THREADS, or set it to 8"));
+        assert_eq!(
+            status_and_hint(&threads_finding(&many)),
+            (Status::Warning, "unset OMP_NUM_THREADS, or set it to 8")
+        );
         let bounded = Threads { threads: 8, ..many };
         assert!(threads_finding(&bounded).text.ends_with("OMP_NUM_THREADS = 64 is above their number"));
         let few = Threads { threads: 1, omp_num_threads: set("1"), ..seen.clone() };
@@ -506,7 +509,7 @@ mod tests {
         assert_eq!(threads_finding(&pinned).text, "1 thread on 1 of the machine's 8 processors (4 cores)");
         assert_eq!(threads_finding(&pinned).status, Status::Ok);
         let active = Threads { omp_wait_policy: set("ACTIVE"), ..seen };
-        assert_eq!(status_of(&threads_finding(&active)), (Status::Warning, "unset OMP_WAIT_POLICY"));
+        assert_eq!(status_and_hint(&threads_finding(&active)), (Status::Warning, "unset OMP_WAIT_POLICY"));
         let info = "processor: 0\nphysical id: 0\ncore id: 0\n\nprocessor: 1\nphysical id: 0\ncore id: 0\n\n\
                     processor: 2\nphysical id: 1\ncore id: 0\n";
         assert_eq!((cores(info), cores("processor: 0\n")), (Some(2), None));
@@ -520,7 +523,7 @@ mod tests {
         assert_eq!((memory_finding(&container).status, container.usable()), (Status::Warning, 1 << 30));
         let limited = Memory { addresses: Some((8 << 30, 3 << 30)), ..seen };
         assert_eq!(limited.usable(), 5 << 30);
-        assert!(status_of(&memory_finding(&limited)).1.contains("ulimit -v unlimited"));
+        assert!(status_and_hint(&memory_finding(&limited)).1.contains("ulimit -v unlimited"));
         assert_eq!(kib("MemTotal:   2048 kB\nMemFree: 1 kB\n", "MemTotal:"), Some(2 << 20));
     }
 
@@ -545,6 +548,6 @@ mod tests {
         let file = folder.path().join("file");
         std::fs::write(&file, "").unwrap();
         let below = disk(&place(file.join("cache"), 0, 1));
-        assert_eq!(status_of(&below), (Status::Warning, "use another"), "{}", below.text);
+        assert_eq!(status_and_hint(&below), (Status::Warning, "use another"), "{}", below.text);
     }
 }

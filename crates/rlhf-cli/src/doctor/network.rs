@@ -61,7 +61,8 @@ fn asked(hub: &Hub, seen: &Seen) -> Finding {
     if hub.offline {
         return Finding::ok("hub", "HF_HUB_OFFLINE is set: models come from folders and the cache only");
     }
-    let (endpoint, source) = (&hub.endpoint, seen.source);
+    let endpoint = &hub.endpoint;
+    let source = seen.source;
     let access = match hub.access(LIMIT) {
         Ok(access) => access,
         Err(error) => return Finding::failure("hub", error.to_string(), "correct the variable, or unset it"),

@@ -23,11 +23,16 @@ pub(super) fn self_test(mut command: Command, device: &str, limit: Duration, rep
             )));
         }
     };
-    let (mut at, mut open, id) = (String::from("start"), true, started.id());
+    let mut at = String::from("start");
+    let mut open = true;
+    let id = started.id();
     let ended = started.finish(Instant::now() + limit, |line| {
         let Ok(step) = serde_json::from_str::<Step>(&line) else { return };
         match &step {
-            Step::Checking(name) => (at, open) = (name.clone(), true),
+            Step::Checking(name) => {
+                at.clone_from(name);
+                open = true;
+            }
             Step::Found(_) => open = false,
         }
         report(step);
@@ -92,9 +97,9 @@ mod tests {
     }
 
     fn steps(script: &str, limit: Duration) -> Vec<Step> {
-        let mut found = Vec::new();
-        self_test(shell(script), "cpu", limit, &mut |step| found.push(step));
-        found
+        let mut reported = Vec::new();
+        self_test(shell(script), "cpu", limit, &mut |step| reported.push(step));
+        reported
     }
 
     fn failure(script: &str, limit: Duration) -> Finding {

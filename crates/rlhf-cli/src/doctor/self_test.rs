@@ -41,24 +41,24 @@ pub fn self_test(device: &str, report: &mut dyn FnMut(Step)) {
     let target = if device == "cuda" { Device::Cuda(0) } else { Device::Cpu };
     let on = if device == "cpu" { String::new() } else { format!(" on {device}") };
     let named = |name: &str| format!("{name}{on}");
-    // A step's finding has its name; an error in it is a failure of it.
-    let of = |name: &str, found: Result<Finding>| {
-        let finding = found.unwrap_or_else(|error| Finding::failure(name, error.to_string(), hint(&error)));
+    // The finding of a step has the name of the step; an error in the step becomes a failure.
+    let step_finding = |name: &str, result: Result<Finding>| {
+        let finding = result.unwrap_or_else(|error| Finding::failure(name, error.to_string(), hint(&error)));
         Step::Found(Finding { name: named(name), ..finding })
     };
     report(Step::Checking(named("first pass")));
     match load_cuda(target).and_then(|()| Trial::new(target)) {
         Ok(mut trial) => {
-            report(of("first pass", trial.first_pass()));
+            report(step_finding("first pass", trial.first_pass()));
             report(Step::Checking(named("update")));
-            report(of("update", trial.update(&trial.scores())));
+            report(step_finding("update", trial.update(&trial.scores())));
             report(Step::Checking(named("save and load")));
-            report(of("save and load", trial.save().and_then(|dir| trial.load(&dir))));
+            report(step_finding("save and load", trial.save().and_then(|dir| trial.load(&dir))));
         }
-        Err(error) => report(of("first pass", Err(error))),
+        Err(error) => report(step_finding("first pass", Err(error))),
     }
     report(Step::Checking(named("speed")));
-    report(of("speed", speed(target)));
+    report(step_finding("speed", speed(target)));
 }
 
 /// Limits libtorch to the processors of this process: with more threads the self-test would take minutes.
@@ -132,7 +132,9 @@ impl Trial {
         let reference = CausalLm::from_pretrained(&start, options)?;
         let value = SequenceClassifier::from_pretrained(&start, Some(2), options)?;
         let mut config = PpoConfig::without_reward(&start, "prompts.jsonl", &folder.0);
-        (config.response_length, config.num_ppo_epochs, config.learning_rate) = (TOKENS, 2, 1e-3);
+        config.response_length = TOKENS;
+        config.num_ppo_epochs = 2;
+        config.learning_rate = 1e-3;
         let learner = Learner::new(policy, value, config.learner());
         // Ragged prompts.
         let prompts: Vec<Vec<i64>> =
@@ -188,7 +190,7 @@ impl Trial {
         if let Some(param) = policy.iter().find(|param| !sum(&param.tensor).is_finite()) {
             return Ok(Finding::failure(name, format!("after one update of PPO, {} is not finite", param.name), WRONG));
         }
-        if same(policy, self.reference.params()).is_none() {
+        if first_difference(policy, self.reference.params()).is_none() {
             return Ok(Finding::failure(name, "one update of PPO does not change the policy", WRONG));
         }
         let (tokens, slots) =
@@ -215,7 +217,7 @@ impl Trial {
         let name = "save and load";
         let loaded = CausalLm::from_pretrained(dir, self.options)?;
         let params = self.learner.policy.params();
-        Ok(match same(params, loaded.params()) {
+        Ok(match first_difference(params, loaded.params()) {
             None => {
                 Finding::ok(name, format!("{} tensors, equal bit for bit", params.len())).with("tensors", params.len())
             }
@@ -228,7 +230,7 @@ impl Trial {
 }
 
 /// Returns the name of the first tensor of `params` that `others` lacks or has with other bits.
-fn same<'p>(params: &'p [Param], others: &[Param]) -> Option<&'p str> {
+fn first_difference<'p>(params: &'p [Param], others: &[Param]) -> Option<&'p str> {
     let equal = |param: &Param| {
         let other = others.iter().find(|other| other.name == param.name);
         other.is_some_and(|other| param.tensor.size() == other.tensor.size() && param.tensor.equal(&other.tensor))
@@ -242,13 +244,13 @@ fn speed(target: Device) -> Result<Finding> {
     let size = if target == Device::Cpu { 1024 } else { 4096 };
     let (f32, bf16) = (rate(size, Kind::Float, target)?, rate(size, Kind::BFloat16, target)?);
     let threads = tch::get_num_threads();
-    let with = match target {
+    let with_threads = match target {
         Device::Cpu => format!(", with {threads} thread{}", if threads == 1 { "" } else { "s" }),
         _ => String::new(),
     };
     // Where a processor converts bf16 to f32, the two rates are about equal, and the line `cpu` says so.
     let slow = if 2.0 * bf16 < f32 { "; bf16 is slower than f32 here: leave --bf16 out" } else { "" };
-    let text = format!("matrix products: f32 {f32:.0} GFLOP/s, bf16 {bf16:.0} GFLOP/s{with}{slow}");
+    let text = format!("matrix products: f32 {f32:.0} GFLOP/s, bf16 {bf16:.0} GFLOP/s{with_threads}{slow}");
     Ok(Finding::ok("speed", text).with("f32_gflops", f32).with("bf16_gflops", bf16).with("threads", threads))
 }
 
@@ -265,7 +267,8 @@ fn rate(size: i64, kind: Kind, target: Device) -> Result<f64> {
         Ok::<_, Error>(out.f_get(0)?.f_get(0)?.f_double_value(&[])?)
     };
     product()?;
-    let (start, mut best) = (Instant::now(), f64::INFINITY);
+    let start = Instant::now();
+    let mut best = f64::INFINITY;
     while best.is_infinite() || start.elapsed() < PRODUCTS {
         let start = Instant::now();
         product()?;

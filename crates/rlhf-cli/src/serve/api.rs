@@ -21,7 +21,7 @@ const MOST_LOGPROBS: u64 = 20;
 const MOST_STOPS: usize = 16;
 /// Most messages of a conversation with tools: some templates write them one by one.
 const MOST_MESSAGES: usize = 2048;
-/// The number above which not every whole number is a double.
+/// 2^53: above it, not every whole number is a double.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
 /// Parameters that change no response.
@@ -34,7 +34,7 @@ const WITHOUT_EFFECT: [&str; 13] = [
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    // Of vLLM.
+    // Parameters of vLLM.
     "priority",
     "request_id",
     "cache_salt",
@@ -57,9 +57,9 @@ pub(super) struct Served {
 impl Served {
     /// The model at `path`, a folder or a name on the hub.
     pub(super) fn new(path: &Path) -> Self {
-        let own = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let whole = || path.canonicalize().ok()?.file_name().map(|name| name.to_string_lossy().into_owned());
-        let name = own.or_else(whole).unwrap_or_else(|| "default".into());
+        let file_name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let canonical_name = || path.canonicalize().ok()?.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = file_name.or_else(canonical_name).unwrap_or_else(|| "default".into());
         Self { name, aliases: [path.display().to_string(), "default".into()], created: now() }
     }
 
@@ -179,8 +179,8 @@ impl Request {
         fields.end()?;
         let responses = request.prompts.len().saturating_mul(request.n);
         if responses > MOST_RESPONSES {
-            let found = format!("expected at most {MOST_RESPONSES} responses in all, found {responses}");
-            return Err(ApiError::invalid("n", found));
+            let message = format!("expected at most {MOST_RESPONSES} responses in all, found {responses}");
+            return Err(ApiError::invalid("n", message));
         }
         Ok(request)
     }
@@ -248,14 +248,14 @@ impl Fields {
     }
 
     fn number(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
-        let Some(found) = self.take(name) else { return Ok(None) };
-        found.as_f64().map(Some).ok_or_else(|| wrong(name, "a number", &found))
+        let Some(value) = self.take(name) else { return Ok(None) };
+        value.as_f64().map(Some).ok_or_else(|| wrong(name, "a number", &value))
     }
 
-    /// A temperature whose logits would overflow is 0, greedy decoding, which is its limit.
+    /// Logits divided by a tiny temperature would overflow: it is read as 0, greedy decoding, which is its limit.
     fn temperature(&mut self) -> Result<Option<f64>, ApiError> {
-        let found = self.number("temperature")?;
-        Ok(found.map(|found| if (0.0..MIN_TEMPERATURE).contains(&found) { 0.0 } else { found }))
+        let temperature = self.number("temperature")?;
+        Ok(temperature.map(|temperature| if (0.0..MIN_TEMPERATURE).contains(&temperature) { 0.0 } else { temperature }))
     }
 
     /// -1 is another word for 0: all tokens.
@@ -268,9 +268,9 @@ impl Fields {
     }
 
     fn tokens(&mut self, name: &str) -> Result<Vec<i64>, ApiError> {
-        let Some(found) = self.take(name) else { return Ok(Vec::new()) };
-        let ids = found.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
-        ids.ok_or_else(|| wrong(name, "a list of token ids", &found))
+        let Some(value) = self.take(name) else { return Ok(Vec::new()) };
+        let ids = value.as_array().and_then(|ids| ids.iter().map(Value::as_i64).collect());
+        ids.ok_or_else(|| wrong(name, "a list of token ids", &value))
     }
 
     fn min_tokens(&mut self, most: Option<usize>) -> Result<usize, ApiError> {
@@ -285,31 +285,31 @@ impl Fields {
     }
 
     fn whole(&mut self, name: &str, within: std::ops::RangeInclusive<u64>) -> Result<Option<usize>, ApiError> {
-        let Some(found) = self.take(name) else { return Ok(None) };
+        let Some(value) = self.take(name) else { return Ok(None) };
         // A client may write 1 as 1.0.
-        let rounded = found.as_f64().filter(|number| number.fract() == 0.0 && (0.0..EXACT).contains(number));
-        let number = found.as_u64().or(rounded.map(|number| number as u64)).filter(|number| within.contains(number));
+        let rounded = value.as_f64().filter(|number| number.fract() == 0.0 && (0.0..EXACT).contains(number));
+        let number = value.as_u64().or(rounded.map(|number| number as u64)).filter(|number| within.contains(number));
         let number = number.and_then(|number| usize::try_from(number).ok());
         let expected = format!("a whole number from {} to {}", within.start(), within.end());
-        number.map(Some).ok_or_else(|| wrong(name, &expected, &found))
+        number.map(Some).ok_or_else(|| wrong(name, &expected, &value))
     }
 
     fn seed(&mut self) -> Result<Option<u64>, ApiError> {
-        let Some(found) = self.take("seed") else { return Ok(None) };
-        let seed = found.as_u64().or_else(|| found.as_i64().map(i64::cast_unsigned));
-        seed.map(Some).ok_or_else(|| wrong("seed", "a whole number", &found))
+        let Some(value) = self.take("seed") else { return Ok(None) };
+        let seed = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
+        seed.map(Some).ok_or_else(|| wrong("seed", "a whole number", &value))
     }
 
     fn stop(&mut self) -> Result<Vec<String>, ApiError> {
-        let Some(found) = self.take("stop") else { return Ok(Vec::new()) };
-        let strings = match &found {
+        let Some(value) = self.take("stop") else { return Ok(Vec::new()) };
+        let strings = match &value {
             Value::String(text) => Some(vec![text.clone()]),
             Value::Array(texts) => texts.iter().map(|text| text.as_str().map(String::from)).collect(),
             _ => None,
         };
         let strings = strings.filter(|strings| strings.len() <= MOST_STOPS && !strings.iter().any(String::is_empty));
         let expected = format!("a string that is not empty, or a list of at most {MOST_STOPS} of them");
-        strings.ok_or_else(|| wrong("stop", &expected, &found))
+        strings.ok_or_else(|| wrong("stop", &expected, &value))
     }
 
     fn chat_logprobs(&mut self) -> Result<Option<usize>, ApiError> {
@@ -317,31 +317,31 @@ impl Fields {
         match self.whole("top_logprobs", 0..=MOST_LOGPROBS)? {
             Some(0) if !on => Ok(None),
             Some(_) if !on => Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs`: true")),
-            found => Ok(on.then_some(found.unwrap_or(0))),
+            count => Ok(on.then_some(count.unwrap_or(0))),
         }
     }
 
     fn include_usage(&mut self, stream: bool) -> Result<bool, ApiError> {
-        let Some(found) = self.take("stream_options") else { return Ok(false) };
+        let Some(value) = self.take("stream_options") else { return Ok(false) };
         if !stream {
             return Err(ApiError::invalid("stream_options", "`stream_options` needs `stream`: true"));
         }
-        let known = |options: &Map<String, Value>| {
+        let are_known = |options: &Map<String, Value>| {
             options
                 .keys()
                 .all(|name| ["include_usage", "include_obfuscation", "continuous_usage_stats"].contains(&&**name))
                 && options.get("continuous_usage_stats").is_none_or(|value| *value != true)
         };
-        match found.as_object().filter(|options| known(options)) {
+        match value.as_object().filter(|options| are_known(options)) {
             Some(options) => Ok(options.get("include_usage").and_then(Value::as_bool).unwrap_or(false)),
-            None => Err(wrong("stream_options", "an object with `include_usage`", &found)),
+            None => Err(wrong("stream_options", "an object with `include_usage`", &value)),
         }
     }
 
     /// The prompts of `/v1/completions`: a string, token ids, or a list of either.
     fn prompts(&mut self) -> Result<Vec<Prompt>, ApiError> {
         let expected = "a string, a list of strings, a list of token ids, or a list of such lists";
-        let Some(found) = self.take("prompt") else {
+        let Some(value) = self.take("prompt") else {
             return Err(ApiError::invalid("prompt", format!("`prompt`: expected {expected}, found nothing")));
         };
         let tokens = |value: &Value| value.as_array()?.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>();
@@ -349,12 +349,12 @@ impl Fields {
             Value::String(text) => Some(Prompt::Text(text.clone())),
             value => tokens(value).map(Prompt::Tokens),
         };
-        let list = found.as_array().filter(|list| !list.is_empty());
+        let list = value.as_array().filter(|list| !list.is_empty());
         let prompts = match list {
             Some(list) if !list[0].is_number() => list.iter().map(one).collect(),
-            _ => one(&found).map(|prompt| vec![prompt]),
+            _ => one(&value).map(|prompt| vec![prompt]),
         };
-        prompts.ok_or_else(|| wrong("prompt", expected, &found))
+        prompts.ok_or_else(|| wrong("prompt", expected, &value))
     }
 
     /// The messages of `/v1/chat/completions`.
@@ -379,8 +379,8 @@ impl Fields {
         }
         let is_long = messages.len() > MOST_MESSAGES && (tools.is_some() || with_calls.is_some());
         if is_long {
-            let found = format!("`messages`: expected at most {MOST_MESSAGES} with tools, found {}", messages.len());
-            return Err(ApiError::invalid("messages", found));
+            let message = format!("`messages`: expected at most {MOST_MESSAGES} with tools, found {}", messages.len());
+            return Err(ApiError::invalid("messages", message));
         }
         if let Some(tools) = &tools {
             tools.check_end(end == ChatEnd::GenerationPrompt, end == ChatEnd::Continued)?;
@@ -388,13 +388,14 @@ impl Fields {
         Ok(Prompt::Chat(Chat { messages, with_calls, tools, variables, end }))
     }
 
-    /// Returns how the text of messages ends, of which the last is the assistant's or not. By default the response continues an assistant's message.
+    /// Returns how the text of the messages ends. If the last message is the assistant's, the response continues it by default.
     fn chat_end(&mut self, is_assistants: bool) -> Result<ChatEnd, ApiError> {
         let mut flag = |name: &str| match self.0.get(name) {
             None | Some(Value::Null) => Ok(None),
             Some(_) => self.flag(name).map(Some),
         };
-        let (continued, prompted) = (flag("continue_final_message")?, flag("add_generation_prompt")?);
+        let continued = flag("continue_final_message")?;
+        let prompted = flag("add_generation_prompt")?;
         match (continued, prompted) {
             (Some(true), Some(true)) => {
                 let message =
@@ -408,7 +409,7 @@ impl Fields {
         }
     }
 
-    /// Removes the parameters that change nothing, and refuses those that would.
+    /// Removes parameters that change nothing, and refuses unsupported parameters that would change the result.
     fn refuse_unsupported(&mut self, chat: bool, n: usize) -> Result<(), ApiError> {
         WITHOUT_EFFECT.iter().for_each(|name| drop(self.take(name)));
         let zero: Neutral = |value| value.as_f64() == Some(0.0);
@@ -435,7 +436,7 @@ impl Fields {
             ("logits_processors", empty),
             ("mm_processor_kwargs", empty),
         ];
-        let of_chat: [(&str, Neutral); 6] = [
+        let chat_only: [(&str, Neutral); 6] = [
             ("echo", off),
             // The template writes the special tokens.
             ("add_special_tokens", off),
@@ -444,9 +445,9 @@ impl Fields {
             ("response_format", |value| value["type"] == "text"),
             ("modalities", |value| *value == json!(["text"])),
         ];
-        let of_text: [(&str, Neutral); 2] = [("suffix", empty), ("add_special_tokens", on)];
-        let own = if chat { &of_chat[..] } else { &of_text[..] };
-        for (name, is_neutral) in common.iter().chain(own) {
+        let completions_only: [(&str, Neutral); 2] = [("suffix", empty), ("add_special_tokens", on)];
+        let specific = if chat { &chat_only[..] } else { &completions_only[..] };
+        for (name, is_neutral) in common.iter().chain(specific) {
             if self.take(name).is_some_and(|value| !is_neutral(&value)) {
                 let hint = match *name {
                     "functions" => ": use `tools`",
@@ -457,7 +458,7 @@ impl Fields {
             }
         }
         match self.take("best_of") {
-            Some(found) if found.as_f64() != Some(n as f64) => {
+            Some(value) if value.as_f64() != Some(n as f64) => {
                 Err(ApiError::invalid("best_of", format!("`best_of` is not supported by this server, but as n = {n}")))
             }
             _ => Ok(()),
@@ -476,7 +477,7 @@ impl Fields {
     }
 }
 
-/// Checks a message, as rows are checked.
+/// Checks the message at place `at`, as messages in rows of a dataset are checked.
 fn check(at: usize, message: &Value) -> Result<(), ApiError> {
     let name = format!("messages[{at}]");
     let Err(fault) = check_message(message) else { return Ok(()) };

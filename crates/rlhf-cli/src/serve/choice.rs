@@ -31,7 +31,7 @@ pub(super) struct Delta {
     pub(super) is_empty: bool,
 }
 
-/// The reading of calls in a response.
+/// The state of reading calls in a response.
 pub(super) struct Calling<'t> {
     pub(super) stream: TextStream<'t>,
     pub(super) turn: TurnStream<'t>,
@@ -49,7 +49,7 @@ pub(super) struct Choice<'t> {
     /// The last token of the prompt or the response.
     last: Option<i64>,
     /// Tokens whose text may be cut.
-    held: Vec<TokenInfo>,
+    pending: Vec<TokenInfo>,
     /// Characters of all text, held text included.
     chars: usize,
     /// Characters of the text before a stop string.
@@ -70,7 +70,7 @@ impl<'t> Choice<'t> {
             cutter: Cutter::new(stops),
             turn: None,
             last: prompt.last().copied(),
-            held: Vec::new(),
+            pending: Vec::new(),
             chars: offset,
             uncut: offset,
             tokens: 0,
@@ -79,7 +79,7 @@ impl<'t> Choice<'t> {
         }
     }
 
-    /// The response, in which the model may call tools.
+    /// Lets the model call tools in the response.
     pub(super) fn calling(self, calling: Calling<'t>) -> Self {
         let Calling { stream, turn, parallel } = calling;
         Self { stream, turn: Some((turn, parallel)), ..self }
@@ -105,7 +105,7 @@ impl<'t> Choice<'t> {
         }
         if let Some(alternatives) = &token.alternatives {
             let info = token_info(self.tokenizer, self.last, (token.id, &text), Some(alternatives), self.chars)?;
-            self.held.push(info);
+            self.pending.push(info);
         }
         self.last = Some(token.id);
         self.chars += text.chars().count();
@@ -123,11 +123,11 @@ impl<'t> Choice<'t> {
         if let Some((turn, parallel)) = self.turn.take_if(|_| self.finished) {
             let (rest, turn) = turn.finish((!cut).then_some(token.id))?;
             text += &rest;
-            calls = calls_of(&turn);
+            calls = openai_calls(&turn);
             calls.truncate(if parallel { usize::MAX } else { 1 });
         }
         let holds = !self.cutter.is_empty() || self.turn.as_ref().is_some_and(|(turn, _)| turn.holds_text());
-        let tokens = if holds { Vec::new() } else { std::mem::take(&mut self.held) };
+        let tokens = if holds { Vec::new() } else { std::mem::take(&mut self.pending) };
         let uncut = self.uncut;
         let tokens = tokens.into_iter().filter(|token| !cut || token.offset < uncut).collect();
         self.has_text |= !text.is_empty();
@@ -143,7 +143,7 @@ impl<'t> Choice<'t> {
 }
 
 /// Returns the calls of a turn in the form of OpenAI's interface.
-fn calls_of(turn: &Turn) -> Vec<Value> {
+fn openai_calls(turn: &Turn) -> Vec<Value> {
     let call = |call: &Value| {
         let function = &call["function"];
         let id = format!("call_{:016x}", RandomState::new().hash_one(function.to_string()));
@@ -171,14 +171,15 @@ fn token_info(
     let logprob = match alternatives {
         None => None,
         Some(Alternatives { logprob, top }) => {
-            let own = |&(other, logprob): &(i64, f32)| Ok((name(other, if other == id { text } else { "" })?, logprob));
-            Some((*logprob, top.iter().map(own).collect::<Result<_>>()?))
+            let alternative =
+                |&(other, logprob): &(i64, f32)| Ok((name(other, if other == id { text } else { "" })?, logprob));
+            Some((*logprob, top.iter().map(alternative).collect::<Result<_>>()?))
         }
     };
     Ok(TokenInfo { text: name(id, text)?, logprob, offset })
 }
 
-/// Returns the tokens of a prompt; `alternatives` are those of all but the first.
+/// Returns the tokens of a prompt; `alternatives` has the alternatives of all tokens but the first.
 ///
 /// # Errors
 /// If the tokenizer cannot decode them.
@@ -192,49 +193,55 @@ pub(super) fn prompt_tokens(
     let mut tokens = Vec::with_capacity(prompt.len());
     for (at, (&id, text)) in prompt.iter().zip(&texts).enumerate() {
         let before = at.checked_sub(1);
-        let found = before.and_then(|before| alternatives.get(before));
-        tokens.push(token_info(tokenizer, before.map(|before| prompt[before]), (id, text), found, offset)?);
+        let token_alternatives = before.and_then(|before| alternatives.get(before));
+        tokens.push(token_info(
+            tokenizer,
+            before.map(|before| prompt[before]),
+            (id, text),
+            token_alternatives,
+            offset,
+        )?);
         offset += text.chars().count();
     }
     Ok(tokens)
 }
 
-/// Cuts a text before the first of some strings. Holds back what may be the beginning of one.
+/// Cuts a text before the first of some strings. Holds back text that may be the beginning of one.
 struct Cutter {
     stops: Vec<String>,
-    held: String,
+    pending: String,
 }
 
 impl Cutter {
     fn new(stops: &[String]) -> Self {
-        Self { stops: stops.to_vec(), held: String::new() }
+        Self { stops: stops.to_vec(), pending: String::new() }
     }
 
     /// Whether no text is held back.
     fn is_empty(&self) -> bool {
-        self.held.is_empty()
+        self.pending.is_empty()
     }
 
-    /// Appends text. Returns what can be shown, and whether it ends there.
+    /// Appends text. Returns the text that can be shown, and whether it ends there.
     fn push(&mut self, text: &str) -> (String, bool) {
-        self.held += text;
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
-            let mut held = std::mem::take(&mut self.held);
-            held.truncate(at);
-            return (held, true);
+        self.pending += text;
+        if let Some(at) = self.stops.iter().filter_map(|stop| self.pending.find(stop)).min() {
+            let mut shown = std::mem::take(&mut self.pending);
+            shown.truncate(at);
+            return (shown, true);
         }
         let longest = |stop: &String| {
-            let begins = |&len: &usize| stop.is_char_boundary(len) && self.held.ends_with(&stop[..len]);
+            let begins = |&len: &usize| stop.is_char_boundary(len) && self.pending.ends_with(&stop[..len]);
             (1..stop.len()).rev().find(begins).unwrap_or(0)
         };
         let kept = self.stops.iter().map(longest).max().unwrap_or(0);
-        let rest = self.held.split_off(self.held.len() - kept);
-        (std::mem::replace(&mut self.held, rest), false)
+        let rest = self.pending.split_off(self.pending.len() - kept);
+        (std::mem::replace(&mut self.pending, rest), false)
     }
 
     /// Returns the text that is held back.
     fn finish(&mut self) -> String {
-        std::mem::take(&mut self.held)
+        std::mem::take(&mut self.pending)
     }
 }
 

@@ -25,11 +25,11 @@ use tokio::sync::oneshot;
 /// Maximum tokens of a completion whose request does not set it: OpenAI's default.
 const COMPLETION_TOKENS: usize = 16;
 
-/// A request that waits for the model, and the way to its client.
+/// A request that waits for the model, and the channel to its client.
 pub(super) struct Job {
     pub(super) request: Request,
     pub(super) reply: oneshot::Sender<Result<Reply, ApiError>>,
-    /// The room of its body, which others get once it is responded to.
+    /// The room that its body takes; other requests get it after the response.
     pub(super) room: Room,
 }
 
@@ -41,7 +41,7 @@ pub(super) enum Reply {
     Stream(EventStream),
 }
 
-/// The model with what requests are resolved by.
+/// The model, with the settings that requests are resolved by.
 pub(super) struct Engine {
     model: CausalLm,
     tokenizer: Tokenizer,
@@ -83,7 +83,7 @@ impl Engine {
         let tokenizer = Tokenizer::from_pretrained(&dir)?;
         let model = CausalLm::from_pretrained(&dir, options)?;
         tokenizer.check_fits(model.config(), &dir)?;
-        // Of a prompt that is far too long only a part is encoded: its client would wait, and all others with it.
+        // Only a part of a prompt that is far too long is encoded: its client, and all others, would wait for the rest.
         let tokenizer = tokenizer.limited_to(model.config().max_position_embeddings);
         let mut defaults = GenerateConfig::new(&config.model);
         defaults.rows.batch_size = config.batch_size;
@@ -109,9 +109,9 @@ impl Engine {
         let choices = resolved.prompts.len() * request.n;
         if !request.stream {
             let mut sink = Sink::Whole { reply, choices: (0..choices).map(|_| Delta::default()).collect() };
-            let found = self.complete(&request, &resolved, &mut sink);
+            let completed = self.complete(&request, &resolved, &mut sink);
             let Sink::Whole { reply, choices } = sink else { return };
-            return drop(reply.send(found.map(|usage| Reply::Whole(form.whole(&choices, usage)))));
+            return drop(reply.send(completed.map(|usage| Reply::Whole(form.whole(&choices, usage)))));
         }
         let (events, stream) = Events::channel();
         if reply.send(Ok(Reply::Stream(stream))).is_err() {
@@ -121,9 +121,9 @@ impl Engine {
             events.send(&chunk.to_string());
         }
         let mut sink = Sink::Stream { events, form: &form };
-        let found = self.complete(&request, &resolved, &mut sink);
+        let completed = self.complete(&request, &resolved, &mut sink);
         let Sink::Stream { events, .. } = sink else { return };
-        match found {
+        match completed {
             Ok(usage) => {
                 if request.include_usage {
                     events.send(&form.usage_chunk(usage).to_string());
@@ -187,16 +187,16 @@ impl Engine {
 
     /// Returns the token ids and the text of a prompt; sets the turn in which tools may be called.
     fn encode(&self, prompt: &Prompt, turn: &mut Option<ToolTurn>) -> Result<(Vec<i64>, String), ApiError> {
-        let of_prompt = |error: Error| ApiError::invalid("prompt", error.to_string());
+        let prompt_error = |error: Error| ApiError::invalid("prompt", error.to_string());
         let (tokens, text) = match prompt {
-            Prompt::Text(text) => (self.tokenizer.encode_prompt(text).map_err(of_prompt)?, text.clone()),
+            Prompt::Text(text) => (self.tokenizer.encode_prompt(text).map_err(prompt_error)?, text.clone()),
             Prompt::Tokens(ids) => {
                 let vocab = self.model.config().vocab_size;
                 if let Some(id) = ids.iter().find(|id| !(0..vocab).contains(*id)) {
                     let expected = format!("expected ids from 0 to {}, the model's vocabulary", vocab - 1);
                     return Err(ApiError::invalid("prompt", format!("`prompt`: token id {id}: {expected}")));
                 }
-                (ids.clone(), self.tokenizer.decode(ids).map_err(of_prompt)?)
+                (ids.clone(), self.tokenizer.decode(ids).map_err(prompt_error)?)
             }
             Prompt::Chat(chat) => return self.encode_chat(chat, turn),
         };
@@ -207,7 +207,7 @@ impl Engine {
         }
     }
 
-    /// As [`Engine::encode`], of messages. With tools the text, which nobody reads, is empty.
+    /// As [`Engine::encode`], for messages. With tools the text is empty, as nothing reads it.
     fn encode_chat(&self, chat: &Chat, turn: &mut Option<ToolTurn>) -> Result<(Vec<i64>, String), ApiError> {
         if !self.tokenizer.has_chat_template() {
             let message = "this model has no chat template: use /v1/completions";
@@ -218,10 +218,13 @@ impl Engine {
             match (self.tools.get_or_init(|| self.tool_template()), &chat.tools) {
                 (Ok(template), tools) => {
                     let template = template.with_variables(&chat.variables);
-                    let (tokens, own) = self.encode_with_tools(&template, messages, chat.end, tools.as_ref())?;
+                    let (tokens, response_bytes) =
+                        self.encode_with_tools(&template, messages, chat.end, tools.as_ref())?;
                     if let Some(tools) = tools {
-                        let beginning = (template.beginning(&tokens).map_err(|e| self.of_template(e))?, own);
-                        let (schemas, parallel) = (tools.schemas.clone(), tools.parallel);
+                        let beginning =
+                            (template.beginning(&tokens).map_err(|e| self.template_error(e))?, response_bytes);
+                        let schemas = tools.schemas.clone();
+                        let parallel = tools.parallel;
                         *turn = Some(ToolTurn { template, schemas, beginning, parallel });
                     }
                     return Ok((tokens, String::new()));
@@ -236,7 +239,7 @@ impl Engine {
             ChatEnd::Continued => self.tokenizer.encode_continued_chat(messages, variables),
             end => self.tokenizer.encode_chat(messages, *end == ChatEnd::GenerationPrompt, variables),
         };
-        encoded.map(|(text, tokens)| (tokens, text)).map_err(|error| self.of_template(error))
+        encoded.map(|(text, tokens)| (tokens, text)).map_err(|error| self.template_error(error))
     }
 
     /// Returns the token ids of messages with tools, and the number of bytes of a call that they end with.
@@ -254,7 +257,7 @@ impl Engine {
             (Some(ToolChoice::Required), _) => template.calling_prompt(messages, schemas, None),
             (Some(ToolChoice::Function(name)), _) => template.calling_prompt(messages, schemas, Some(name)),
         };
-        encoded.map_err(|error| self.of_template(error))
+        encoded.map_err(|error| self.template_error(error))
     }
 
     /// Returns the chat template for tools.
@@ -266,7 +269,7 @@ impl Engine {
     }
 
     /// The error of a chat template.
-    fn of_template(&self, error: Error) -> ApiError {
+    fn template_error(&self, error: Error) -> ApiError {
         ApiError::invalid("messages", self.without_folder(error))
     }
 
@@ -288,9 +291,10 @@ impl Engine {
             Endpoint::Completions => ("prompt", COMPLETION_TOKENS),
             Endpoint::Chat => ("messages", self.max_new_tokens),
         };
-        let (context, remaining) = (config.max_position_embeddings, config.max_new_tokens(len));
+        let context = config.max_position_embeddings;
+        let remaining = config.max_new_tokens(len);
         let more = if len > context.saturating_add(PART_SLACK) { "at least " } else { "" };
-        // Of an encoder-decoder it is the limit of each of the two.
+        // For an encoder-decoder the context limits the prompt and the response, each by itself.
         match request.max_tokens {
             Some(most) if len <= context && most <= remaining => Ok(most),
             Some(most) => Err(ApiError::too_long(
@@ -309,17 +313,17 @@ impl Engine {
         }
     }
 
-    /// Generates the responses into `sink`. StopCheck early if the client is gone.
+    /// Generates the responses into `sink`. Stops early if the client is gone.
     fn complete(&self, request: &Request, resolved: &Resolved, sink: &mut Sink<'_>) -> Result<Usage, ApiError> {
         let Resolved { prompts, echo, turn, generation } = resolved;
         let begin = |index: usize| {
             let prompt = &prompts[index / request.n];
             let offset = echo.as_ref().map_or(0, |texts| texts[index / request.n].chars().count());
             let choice = Choice::new(&self.tokenizer, prompt, &request.stop, offset);
-            let Some(ToolTurn { template, schemas, beginning: (text, own), parallel }) = turn else {
+            let Some(ToolTurn { template, schemas, beginning: (text, response_bytes), parallel }) = turn else {
                 return Ok(choice);
             };
-            let turn = template.turn(text.clone(), *own, schemas);
+            let turn = template.turn(text.clone(), *response_bytes, schemas);
             Ok(choice.calling(Calling { stream: template.text_stream(prompt)?, turn, parallel: *parallel }))
         };
         let choices = (0..prompts.len() * request.n).map(begin).collect::<Result<Vec<_>>>();
@@ -348,7 +352,7 @@ impl Engine {
             open -= usize::from(choice.is_finished() && !was_finished);
             if open == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        // A panic is libtorch's: memory that a request of this size does not get. The model is as before.
+        // A panic comes from libtorch, which gets no memory for a request of this size. The model is unchanged.
         let ends = StopCheck::when(&is_over);
         let ran = catch_unwind(AssertUnwindSafe(|| generate_until(&self.model, prompts, generation, each, ends)));
         match (ran, failed) {
@@ -382,13 +386,14 @@ impl Engine {
             let tokens = match request.logprobs {
                 None => Vec::new(),
                 Some(k) => {
-                    let found = catch_unwind(AssertUnwindSafe(|| self.alternatives(prompt, k, &is_over)));
-                    let found =
-                        found.map_err(|_| ApiError::internal("the model failed: is there memory for this prompt?"))?;
-                    if found.is_err() && is_over() {
+                    let alternatives = catch_unwind(AssertUnwindSafe(|| self.alternatives(prompt, k, &is_over)));
+                    let alternatives = alternatives
+                        .map_err(|_| ApiError::internal("the model failed: is there memory for this prompt?"))?;
+                    if alternatives.is_err() && is_over() {
                         return Err(ApiError::unavailable("the server stops"));
                     }
-                    let tokens = found.and_then(|found| prompt_tokens(&self.tokenizer, prompt, &found));
+                    let tokens =
+                        alternatives.and_then(|alternatives| prompt_tokens(&self.tokenizer, prompt, &alternatives));
                     tokens.map_err(|error| ApiError::internal(error.to_string()))?
                 }
             };

@@ -69,7 +69,7 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// The error of the parameter `name`, which is not what is expected.
+/// The error of the parameter `name`, whose value is not the expected one.
 pub(super) fn wrong(name: &str, expected: &str, found: &Value) -> ApiError {
     let found = found.to_string();
     ApiError::invalid(name, format!("`{name}`: expected {expected}, found {}", beginning(&found, QUOTED)))

@@ -72,7 +72,8 @@ impl Form {
     /// The whole response, in one object.
     pub(super) fn whole(&self, choices: &[Delta], usage: Usage) -> Value {
         let choice = |(index, choice): (usize, &Delta)| {
-            let (logprobs, finish) = (self.logprobs_of(&choice.tokens), reason(choice));
+            let logprobs = self.logprobs_value(&choice.tokens);
+            let finish = reason(choice);
             match self.endpoint {
                 Endpoint::Completions => {
                     json!({"text": choice.text, "index": index, "logprobs": logprobs, "finish_reason": finish})
@@ -106,7 +107,7 @@ impl Form {
         if *part == Delta::default() {
             return Vec::new();
         }
-        let logprobs = if part.tokens.is_empty() { Value::Null } else { self.logprobs_of(&part.tokens) };
+        let logprobs = if part.tokens.is_empty() { Value::Null } else { self.logprobs_value(&part.tokens) };
         let finish = reason(part);
         let chunk = |delta: Value, logprobs: Value, finish: Option<&str>| -> Value {
             let choice = json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish});
@@ -146,12 +147,14 @@ impl Form {
         object.into()
     }
 
-    fn logprobs_of(&self, tokens: &[TokenInfo]) -> Value {
-        match (self.logprobs, self.endpoint) {
-            (false, _) => Value::Null,
-            (true, Endpoint::Completions) => logprobs_of_text(tokens),
-            (true, Endpoint::Chat) => {
-                let content: Vec<Value> = tokens.iter().map(logprobs_of_chat).collect();
+    fn logprobs_value(&self, tokens: &[TokenInfo]) -> Value {
+        if !self.logprobs {
+            return Value::Null;
+        }
+        match self.endpoint {
+            Endpoint::Completions => completion_logprobs(tokens),
+            Endpoint::Chat => {
+                let content: Vec<Value> = tokens.iter().map(chat_logprobs).collect();
                 json!({"content": content, "refusal": null})
             }
         }
@@ -159,11 +162,11 @@ impl Form {
 }
 
 /// Log-probabilities of `/v1/completions`. The alternatives of a token are an object by their text, the token itself among them.
-fn logprobs_of_text(tokens: &[TokenInfo]) -> Value {
+fn completion_logprobs(tokens: &[TokenInfo]) -> Value {
     let top = |token: &TokenInfo| {
         let (logprob, top) = token.logprob.as_ref()?;
         let mut all = Map::new();
-        // The likeliest first: of several with one text the likeliest counts.
+        // The likeliest come first: of several tokens with one text the likeliest counts.
         for (text, logprob) in top.iter().chain([&(token.text.clone(), *logprob)]) {
             all.entry(text.clone()).or_insert_with(|| finite(*logprob));
         }
@@ -179,23 +182,23 @@ fn logprobs_of_text(tokens: &[TokenInfo]) -> Value {
 }
 
 /// Log-probabilities of one token of `/v1/chat/completions`.
-fn logprobs_of_chat(token: &TokenInfo) -> Value {
+fn chat_logprobs(token: &TokenInfo) -> Value {
     let entry = |text: &str, logprob: f32| {
-        // Of a part of a character, the text does not have the bytes.
+        // The text of a token that is a part of a character does not have its bytes.
         let bytes = (!text.contains(char::REPLACEMENT_CHARACTER)).then_some(text.as_bytes());
         json!({"token": text, "logprob": finite(logprob), "bytes": bytes})
     };
     let (logprob, top) = token.logprob.as_ref().map_or((LEAST, &[][..]), |(logprob, top)| (*logprob, top.as_slice()));
-    let mut found = entry(&token.text, logprob);
-    found["top_logprobs"] = top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
-    found
+    let mut value = entry(&token.text, logprob);
+    value["top_logprobs"] = top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
+    value
 }
 
 fn finite(logprob: f32) -> Value {
     logprob.max(LEAST).into()
 }
 
-/// The reason that a choice ended with this part. One that is cut has this reason, whether it has calls or not.
+/// The reason that a choice ended with this part. A choice that is cut at its maximum length has the reason `length`, with calls or without.
 fn reason(part: &Delta) -> Option<&'static str> {
     part.finish.map(|finish| match finish {
         FinishReason::Stop if !part.calls.is_empty() => "tool_calls",

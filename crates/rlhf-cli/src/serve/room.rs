@@ -9,7 +9,7 @@ pub(super) const BODY_LIMIT: usize = 16 << 20;
 /// Most bytes of the bodies of all requests that are read, wait or are responded to: token ids and texts take many times their size.
 const BODIES_LIMIT: usize = BODY_LIMIT;
 
-/// The bytes that each body counts at least.
+/// The least number of bytes that a body counts as.
 const LEAST_BODY: usize = 4 << 10;
 
 /// The room for the bodies of requests.
@@ -21,7 +21,7 @@ pub(super) fn body_room() -> Arc<Semaphore> {
 pub(super) struct Room {
     all: Arc<Semaphore>,
     taken: Option<OwnedSemaphorePermit>,
-    /// Bytes that are paid for and not used yet.
+    /// Bytes that are taken and not used yet.
     left: usize,
 }
 

@@ -108,7 +108,7 @@ impl Service {
             TrySendError::Disconnected(_) => ApiError::unavailable("the server stops"),
         })?;
         match response.await.unwrap_or_else(|_| Err(ApiError::unavailable("the server stops")))? {
-            Reply::Whole(found) => Ok(json_response(200, &found)),
+            Reply::Whole(value) => Ok(json_response(200, &value)),
             Reply::Stream(events) => Ok(events.into_response()),
         }
     }

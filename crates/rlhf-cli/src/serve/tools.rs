@@ -29,7 +29,7 @@ pub(super) enum ToolChoice {
 }
 
 impl Tools {
-    /// Reads the parameters `tools`, `tool_choice` and `parallel_tool_calls`. Returns `None` without tools, and if none is to be called.
+    /// Reads the parameters `tools`, `tool_choice` and `parallel_tool_calls`. Returns `None` without tools, or if the choice is `none`.
     ///
     /// # Errors
     /// If one of them is invalid, or not supported.
@@ -41,8 +41,8 @@ impl Tools {
         let tools = match tools.unwrap_or_else(|| json!([])) {
             Value::Array(tools) if tools.len() <= MOST_TOOLS => tools,
             Value::Array(tools) => {
-                let found = format!("`tools`: expected at most {MOST_TOOLS}, found {}", tools.len());
-                return Err(ApiError::invalid("tools", found));
+                let message = format!("`tools`: expected at most {MOST_TOOLS}, found {}", tools.len());
+                return Err(ApiError::invalid("tools", message));
             }
             found => return Err(wrong("tools", "a list of tools", &found)),
         };
@@ -91,8 +91,8 @@ impl Tools {
     }
 }
 
-/// Returns the schema of a tool as templates and training have it: with parameters, and without fields that are null and `strict`, which asks
-/// for arguments that follow the schema by force.
+/// Returns the schema of a tool in the form of templates and training: with parameters, without null fields, and without `strict`, which
+/// asks for arguments that are forced to follow the schema.
 fn schema(at: usize, mut tool: Value) -> Result<Value, ApiError> {
     let place = |field: &str| format!("tools[{at}]{field}");
     if tool["type"] != "function" {
@@ -135,8 +135,8 @@ struct Call {
 /// # Errors
 /// If arguments are not JSON, or a result has the id of no earlier call.
 pub(super) fn with_parsed_calls(messages: &[Value]) -> Result<Option<Vec<Value>>, ApiError> {
-    let calls_of = |message: &Value| message["tool_calls"].as_array().filter(|calls| !calls.is_empty()).cloned();
-    if !messages.iter().any(|message| message["role"] == "tool" || calls_of(message).is_some()) {
+    let message_calls = |message: &Value| message["tool_calls"].as_array().filter(|calls| !calls.is_empty()).cloned();
+    if !messages.iter().any(|message| message["role"] == "tool" || message_calls(message).is_some()) {
         return Ok(None);
     }
     let mut known: HashMap<String, Call> = HashMap::new();
@@ -145,10 +145,10 @@ pub(super) fn with_parsed_calls(messages: &[Value]) -> Result<Option<Vec<Value>>
     for (at, message) in messages.iter().enumerate() {
         let mut message = message.clone();
         let mut place = None;
-        if let Some(calls) = calls_of(&message) {
+        if let Some(calls) = message_calls(&message) {
             let mut written = Vec::with_capacity(calls.len());
-            for (which, call) in calls.iter().enumerate() {
-                let (id, name, call) = parsed_call(&format!("messages[{at}].tool_calls[{which}]"), call)?;
+            for (index, call) in calls.iter().enumerate() {
+                let (id, name, call) = parsed_call(&format!("messages[{at}].tool_calls[{index}]"), call)?;
                 if let Some(id) = id {
                     known.insert(id, Call { number, name });
                 }
@@ -160,8 +160,8 @@ pub(super) fn with_parsed_calls(messages: &[Value]) -> Result<Option<Vec<Value>>
                 message["content"] = "".into();
             }
         } else if message["role"] == "tool" && !message["tool_call_id"].is_null() {
-            let found = message["tool_call_id"].as_str().and_then(|id| known.get(id));
-            let Some(call) = found else {
+            let earlier = message["tool_call_id"].as_str().and_then(|id| known.get(id));
+            let Some(call) = earlier else {
                 let name = format!("messages[{at}].tool_call_id");
                 return Err(wrong(&name, "the id of a call in an earlier message", &message["tool_call_id"]));
             };
@@ -186,7 +186,7 @@ fn parsed_call(place: &str, call: &Value) -> Result<(Option<String>, String, Val
     };
     let arguments = match &function["arguments"] {
         Value::Null => json!({}),
-        // As of a call without arguments in a stream.
+        // A call without arguments has an empty text in a stream.
         Value::String(text) if text.trim().is_empty() => json!({}),
         Value::String(text) => serde_json::from_str(text)
             .map_err(|_| wrong(&format!("{place}.function.arguments"), "JSON", &function["arguments"]))?,
@@ -220,14 +220,14 @@ mod tests {
     #[test]
     fn tools_are_the_schemas_that_templates_get_in_training() {
         let more = json!({"type": "function", "function": {"name": "f", "description": null, "strict": true}});
-        let found = read(json!([more, tool("g")]), json!(null), json!(null)).unwrap().unwrap();
-        assert_eq!(found, Tools { schemas: vec![tool("f"), tool("g")], choice: ToolChoice::Auto, parallel: true });
+        let tools = read(json!([more, tool("g")]), json!(null), json!(null)).unwrap().unwrap();
+        assert_eq!(tools, Tools { schemas: vec![tool("f"), tool("g")], choice: ToolChoice::Auto, parallel: true });
         let properties = json!({"a": {"type": ["string", "null"], "default": null}});
-        let own = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}});
-        assert_eq!(read(json!([own]), json!("auto"), json!(false)).unwrap().unwrap().schemas, [own]);
+        let schema = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}});
+        assert_eq!(read(json!([schema]), json!("auto"), json!(false)).unwrap().unwrap().schemas, [schema]);
         let named = json!({"type": "function", "function": {"name": "g"}});
-        let found = read(json!([tool("f"), tool("g")]), named, json!(null)).unwrap().unwrap();
-        assert_eq!(found.choice, ToolChoice::Function("g".into()));
+        let tools = read(json!([tool("f"), tool("g")]), named, json!(null)).unwrap().unwrap();
+        assert_eq!(tools.choice, ToolChoice::Function("g".into()));
         assert_eq!(
             read(json!([tool("f")]), json!("required"), json!(null)).unwrap().unwrap().choice,
             ToolChoice::Required
@@ -285,12 +285,12 @@ mod tests {
         // Results in the order in which they were there, and an id that is used again.
         let again = json!({"role": "assistant", "content": "b", "tool_calls": [call("x", "h", "[2]")]});
         let messages = [user.clone(), said, result("y", "2"), result("x", "1"), again, result("x", "3")];
-        let found = with_parsed_calls(&messages).unwrap().unwrap();
+        let output = with_parsed_calls(&messages).unwrap().unwrap();
         let parsed = |id: &str, name: &str, arguments: Value| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
         let named = |id: &str, name: &str, content: &str| json!({"role": "tool", "tool_call_id": id, "content": content, "name": name});
         let calls = json!([parsed("x", "f", json!({"a": 1})), parsed("y", "g", json!({}))]);
         assert_eq!(
-            found,
+            output,
             [
                 user,
                 json!({"role": "assistant", "content": "", "tool_calls": calls}),
@@ -305,12 +305,12 @@ mod tests {
             json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}),
             json!({"role": "tool", "name": "f", "content": {"b": 2}}),
         ];
-        let found = with_parsed_calls(&row).unwrap().unwrap();
+        let output = with_parsed_calls(&row).unwrap().unwrap();
         assert_eq!(
-            found[0]["tool_calls"],
+            output[0]["tool_calls"],
             json!([{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}])
         );
-        assert_eq!(found[1], row[1]);
+        assert_eq!(output[1], row[1]);
     }
 
     #[test]

@@ -67,19 +67,19 @@ pub(super) struct Array {
 
 impl Array {
     /// An array of one dimension.
-    pub(super) fn of_floats(numbers: &[f32]) -> Self {
+    pub(super) fn from_floats(numbers: &[f32]) -> Self {
         let bytes = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         Self { dtype: Dtype::Float32, shape: vec![numbers.len()], bytes }
     }
 
     /// An array of one dimension.
-    pub(super) fn of_ids(ids: &[i64]) -> Self {
+    pub(super) fn from_ids(ids: &[i64]) -> Self {
         let bytes = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
         Self { dtype: Dtype::Int64, shape: vec![ids.len()], bytes }
     }
 
     /// The numbers of a tensor: whole numbers as int64, truth values as bool, all others as float32.
-    pub(super) fn of_tensor(x: &Tensor) -> Result<Self, Failure> {
+    pub(super) fn from_tensor(x: &Tensor) -> Result<Self, Failure> {
         let (dtype, kind) = match x.kind() {
             Kind::Bool => (Dtype::Bool, Kind::Uint8),
             Kind::Int64 | Kind::Int => (Dtype::Int64, Kind::Int64),
@@ -159,9 +159,9 @@ mod tests {
     #[test]
     fn tensors_come_back_with_their_bits_and_shapes() {
         let floats = Tensor::from_slice(&[1.5f32, f32::NAN, -0.0, 3e-40]).view([2, 2]);
-        let array = Array::of_tensor(&floats).unwrap();
+        let array = Array::from_tensor(&floats).unwrap();
         assert_eq!((array.shape.as_slice(), array.bytes.len()), (&[2, 2][..], 16));
-        assert_eq!(Array::of_tensor(&array.tensor().unwrap()).unwrap(), array);
+        assert_eq!(Array::from_tensor(&array.tensor().unwrap()).unwrap(), array);
         assert_eq!(array.to_json(), json!([[1.5, null], [-0.0, 3e-40f32]]));
         let flags = Array { dtype: Dtype::Bool, shape: vec![3], bytes: vec![0, 1, 7] };
         assert_eq!(Vec::<bool>::try_from(flags.tensor().unwrap()).unwrap(), [false, true, true]);
@@ -174,6 +174,6 @@ mod tests {
     fn numbers_are_read_in_any_type() {
         let ints = Array { dtype: Dtype::Int32, shape: vec![2], bytes: vec![1, 0, 0, 0, 255, 255, 255, 255] };
         assert_eq!((ints.ids(), ints.floats()), (Some(vec![1, -1]), vec![1.0, -1.0]));
-        assert_eq!(Array::of_floats(&[0.5]).ids(), None);
+        assert_eq!(Array::from_floats(&[0.5]).ids(), None);
     }
 }

@@ -55,7 +55,7 @@ impl EngineLoop {
         let num_total_iters = params.count("num_total_iters")?;
         let mixes_texts = params.flag("mixes_texts")?;
         params.finish("open")?;
-        let config = read(settings).map_err(|e| Failure::from(e).of_setting("settings"))?;
+        let config = read(settings).map_err(|e| Failure::from(e).for_setting("settings"))?;
         let mut engine = RlhfEngine::from_models(&config, Rewards::new())?;
         engine.num_total_iters = num_total_iters;
         engine.mixes_texts = mixes_texts.unwrap_or(engine.mixes_texts);
@@ -104,7 +104,8 @@ impl EngineLoop {
         let clip = config.clip_reward_value.unwrap_or(f64::INFINITY);
         let kl_coef = params.number("kl_ctl")?.unwrap_or(config.kl.kl_coef);
         let clip = params.number("clip_reward_value")?.unwrap_or(clip);
-        (config.kl.kl_coef, config.clip_reward_value) = (kl_coef, Some(clip).filter(|clip| clip.is_finite()));
+        config.kl.kl_coef = kl_coef;
+        config.clip_reward_value = Some(clip).filter(|clip| clip.is_finite());
         config.cliprange = params.number("cliprange")?.unwrap_or(config.cliprange);
         config.cliprange_value = params.number("cliprange_value")?.unwrap_or(config.cliprange_value);
         config.gamma = params.number("gamma")?.unwrap_or(config.gamma);
@@ -156,7 +157,7 @@ impl EngineLoop {
             ("input_ids", &e.input_ids),
             ("attention_mask", &e.attention_mask),
         ] {
-            reply.array(name, Array::of_tensor(x)?);
+            reply.array(name, Array::from_tensor(x)?);
         }
         Ok(())
     }
@@ -191,15 +192,15 @@ impl EngineLoop {
                 "prompts: expected at least one row of at least one token, found none",
             ));
         }
-        let of_device = |x: Tensor| x.to_device(device);
+        let on_device = |x: Tensor| x.to_device(device);
         Ok(RlhfExperience {
             prompts,
             input_ids,
             attention_mask,
-            logprobs: of_device(logprobs),
-            ref_logprobs: of_device(ref_logprobs),
-            value: of_device(value),
-            rewards: of_device(rewards),
+            logprobs: on_device(logprobs),
+            ref_logprobs: on_device(ref_logprobs),
+            value: on_device(value),
+            rewards: on_device(rewards),
         })
     }
 
@@ -227,8 +228,8 @@ impl EngineLoop {
         }
         let rewards =
             compute_rewards(&prompts, &log_probs, &ref_log_probs, &scores, &action_mask, self.engine.config());
-        reply.array("rewards", Array::of_tensor(&rewards)?);
-        reply.array("ends", Array::of_tensor(&ends(&prompts, &action_mask))?);
+        reply.array("rewards", Array::from_tensor(&rewards)?);
+        reply.array("ends", Array::from_tensor(&ends(&prompts, &action_mask))?);
         Ok(())
     }
 
@@ -242,8 +243,8 @@ impl EngineLoop {
             return Err(Failure::usage("start", format!("start: expected a column below {}, found {start}", shape[1])));
         }
         let (advantages, returns) = get_advantages_and_returns(&values, &rewards, start, self.engine.config());
-        reply.array("advantages", Array::of_tensor(&advantages)?);
-        reply.array("returns", Array::of_tensor(&returns)?);
+        reply.array("advantages", Array::from_tensor(&advantages)?);
+        reply.array("returns", Array::from_tensor(&returns)?);
         Ok(())
     }
 

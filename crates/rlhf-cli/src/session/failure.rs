@@ -30,7 +30,7 @@ impl Failure {
         Self { kind: "usage", setting: Some(setting.into()), message: one_line(&message.into()).into_owned() }
     }
 
-    /// A method that a loop does not have, beside those of every session.
+    /// A method that neither the loop nor every session has.
     pub(super) fn unknown(method: &str, known: &[&str]) -> Self {
         let known = [&["hello", "open", "stop"], known].concat().join(", ");
         Self::usage("method", format!("method: expected one of {known}, found {method}"))
@@ -44,8 +44,8 @@ impl Failure {
         }
     }
 
-    /// The same failure as one of `setting`, which the client wrote, in place of the program's own name.
-    pub(super) fn of_setting(self, setting: &str) -> Self {
+    /// The same failure, but of `setting`: the name that the client wrote, in place of the program's name.
+    pub(super) fn for_setting(self, setting: &str) -> Self {
         Self { setting: Some(setting.into()), ..self }
     }
 

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use tch::{Kind, Tensor};
 
-/// Parameters; null is none.
+/// The parameters of a request; null stands for no value.
 pub(super) struct Params<'a> {
     values: &'a Map<String, Value>,
     frames: &'a [Array],
@@ -136,15 +136,15 @@ impl<'a> Params<'a> {
 
     /// Rows of truth values.
     pub(super) fn masks(&self, name: &'a str) -> Result<Option<Vec<Vec<bool>>>, Failure> {
-        let of_row = |row: Vec<i64>| row.into_iter().map(|kept| kept != 0).collect();
-        Ok(self.rows(name)?.map(|rows| rows.into_iter().map(of_row).collect()))
+        let row_mask = |row: Vec<i64>| row.into_iter().map(|kept| kept != 0).collect();
+        Ok(self.rows(name)?.map(|rows| rows.into_iter().map(row_mask).collect()))
     }
 
     /// A tensor of numbers with `dims` dimensions, f32 or, with `Kind::Int64` or `Kind::Bool`, of that kind.
     pub(super) fn tensor(&self, name: &'a str, dims: usize, kind: Kind) -> Result<Option<Tensor>, Failure> {
         let expected = format!("an array of {dims} dimension{}", if dims == 1 { "" } else { "s" });
         let read = |value: &'a Value| match value {
-            Value::Array(_) => of_lists(value, dims),
+            Value::Array(_) => tensor_from_lists(value, dims),
             value => {
                 let array = self.frame(value).filter(|array| array.shape.len() == dims)?;
                 // Numbers with fractions are no ids.
@@ -157,18 +157,18 @@ impl<'a> Params<'a> {
 
     /// Tensors of two dimensions, all of which must be there.
     pub(super) fn tensors<const N: usize>(&self, names: [&'a str; N], kind: Kind) -> Result<[Tensor; N], Failure> {
-        let mut found = Vec::with_capacity(N);
+        let mut tensors = Vec::with_capacity(N);
         for name in names {
-            found.push(self.needed(name, |params, name| params.tensor(name, 2, kind))?);
+            tensors.push(self.needed(name, |params, name| params.tensor(name, 2, kind))?);
         }
-        found.try_into().map_err(|_| Failure::internal("as many tensors as names"))
+        tensors.try_into().map_err(|_| Failure::internal("as many tensors as names"))
     }
 }
 
 /// Most rows of token ids in an array: each is a list of its own.
 const MOST_ROWS: usize = 1 << 20;
 
-/// Rows of these lengths, which are all of `flat`.
+/// Cuts `flat` into rows of these lengths; `None` unless they are all of it.
 fn cut(flat: &[i64], lengths: &[usize]) -> Option<Vec<Vec<i64>>> {
     let mut rest = flat;
     let rows = lengths.iter().map(|&length| rest.split_off(..length).map(<[i64]>::to_vec));
@@ -177,7 +177,7 @@ fn cut(flat: &[i64], lengths: &[usize]) -> Option<Vec<Vec<i64>>> {
 }
 
 /// The tensor of nested lists of numbers or truth values.
-fn of_lists(value: &Value, dims: usize) -> Option<Tensor> {
+fn tensor_from_lists(value: &Value, dims: usize) -> Option<Tensor> {
     fn gather(value: &Value, depth: usize, shape: &mut Vec<i64>, flat: &mut Vec<f64>) -> Option<()> {
         let Some(list) = value.as_array().filter(|_| depth < shape.len()) else {
             flat.push(value.as_f64().or_else(|| value.as_bool().map(|yes| f64::from(u8::from(yes))))?);
@@ -190,7 +190,8 @@ fn of_lists(value: &Value, dims: usize) -> Option<Tensor> {
         }
         list.iter().try_for_each(|value| gather(value, depth + 1, shape, flat))
     }
-    let (mut shape, mut flat) = (vec![-1; dims], Vec::new());
+    let mut shape = vec![-1; dims];
+    let mut flat = Vec::new();
     gather(value, 0, &mut shape, &mut flat)?;
     shape.iter_mut().filter(|n| **n < 0).for_each(|n| *n = 0);
     Tensor::f_from_slice(&flat).ok()?.f_view(&shape[..]).ok()
@@ -213,7 +214,7 @@ mod tests {
 
     #[test]
     fn rows_are_lists_or_frames() {
-        let frames = [Array::of_ids(&[1, 2, 3]), Array { shape: vec![3, 1], ..Array::of_ids(&[1, 2, 3]) }];
+        let frames = [Array::from_ids(&[1, 2, 3]), Array { shape: vec![3, 1], ..Array::from_ids(&[1, 2, 3]) }];
         let values = json!({
             "lists": [[1, 2], [3]], "ragged": {"frame": 0, "lengths": [2, 1]}, "whole": {"frame": 1},
             "long": {"frame": 0, "lengths": [2, 2]}, "short": {"frame": 0, "lengths": [2]}, "flat": {"frame": 0},

@@ -26,7 +26,7 @@ pub(super) struct Peer {
     pub(super) course: Arc<Course>,
 }
 
-/// Where a session is, for the thread that watches its client.
+/// The state of a session, for the thread that watches its client.
 #[derive(Debug, Default)]
 pub(super) struct Course {
     /// A request is computed.
@@ -41,7 +41,7 @@ impl Peer {
     /// # Errors
     /// If no thread can be started.
     pub(super) fn standard() -> Result<Self> {
-        Self::of(io::stdin(), io::stdout(), io::stdout())
+        Self::new(io::stdin(), io::stdout(), io::stdout())
     }
 
     /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed. A signal
@@ -62,10 +62,10 @@ impl Peer {
         // Another session may have a socket of this name from here on.
         take(&socket);
         let (input, output, watched): (UnixStream, UnixStream, UnixStream) = ends.map_err(failed)?;
-        Self::of(input, output, watched)
+        Self::new(input, output, watched)
     }
 
-    fn of(
+    fn new(
         input: impl Read + Send + 'static,
         output: impl Write + 'static,
         watched: impl AsFd + Send + 'static,
@@ -89,22 +89,22 @@ impl Drop for Removed {
     }
 }
 
-/// Makes the socket under another name, in a folder of this user's own, so that it has its mode when it appears.
+/// Makes the socket under another name, in a folder that only this user can open, so that it has its permissions when it appears at `path`.
 fn bind(path: &Path) -> io::Result<UnixListener> {
     if fs::symlink_metadata(path).is_ok() {
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file of this name"));
     }
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let own = parent.join(format!(".rlhf-{}", std::process::id()));
-    fs::DirBuilder::new().create(&own)?;
-    let made = fs::set_permissions(&own, Permissions::from_mode(0o700)).and_then(|()| {
-        let beside = own.join("socket");
-        let listener = UnixListener::bind(&beside)?;
-        fs::set_permissions(&beside, Permissions::from_mode(0o600))?;
-        fs::rename(&beside, path)?;
+    let private_dir = parent.join(format!(".rlhf-{}", std::process::id()));
+    fs::DirBuilder::new().create(&private_dir)?;
+    let made = fs::set_permissions(&private_dir, Permissions::from_mode(0o700)).and_then(|()| {
+        let temporary = private_dir.join("socket");
+        let listener = UnixListener::bind(&temporary)?;
+        fs::set_permissions(&temporary, Permissions::from_mode(0o600))?;
+        fs::rename(&temporary, path)?;
         Ok(listener)
     });
-    let _ = fs::remove_dir_all(&own);
+    let _ = fs::remove_dir_all(&private_dir);
     made
 }
 

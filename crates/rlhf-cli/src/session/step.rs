@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// The orders of rows in the epochs of the next step; drawn from the seed where there are none.
+/// The order of the rows in each epoch of the next step. Without one, an epoch draws its order from the seed.
 type Orders = Rc<RefCell<VecDeque<Vec<usize>>>>;
 
 /// A trainer, and the learning rate of its next step.
@@ -25,8 +25,8 @@ pub(super) struct StepLoop {
     trainer: StepTrainer,
     rate: Rc<Cell<f64>>,
     orders: Orders,
-    /// Each rank's client passes its own rows, not those of all ranks.
-    own_rows: bool,
+    /// Whether each client passes the rows of its rank alone, not the rows of all ranks.
+    rows_are_per_rank: bool,
     /// The statistics of the last step.
     last: Stats,
 }
@@ -37,8 +37,8 @@ struct Rows {
     responses: Vec<Vec<i64>>,
     scores: Vec<f64>,
     masks: Option<Vec<Vec<bool>>>,
-    /// The rows among them that this client has passed.
-    own: Range<usize>,
+    /// Range of the rows that this client has passed.
+    client_rows: Range<usize>,
 }
 
 impl StepLoop {
@@ -92,7 +92,7 @@ impl StepLoop {
             "state" => {
                 params.finish(method)?;
                 self.describe(reply);
-                let stats = of_stats(&self.last, reply);
+                let stats = stats_value(&self.last, reply);
                 reply.set("stats", stats);
                 Ok(())
             }
@@ -109,7 +109,7 @@ impl StepLoop {
         reply.set("learning_rate", self.rate.get());
     }
 
-    /// Takes the learning rate of a request, which the next ones keep.
+    /// Sets the learning rate of a request, if it has one; later requests keep it.
     fn take_rate(&self, params: &Params<'_>) -> Result<(), Failure> {
         if let Some(rate) = params.number("learning_rate")? {
             if !(rate.is_finite() && rate >= 0.0) {
@@ -129,7 +129,7 @@ impl StepLoop {
                 let bound = |n: i64| usize::try_from(n).unwrap_or(0);
                 Some(
                     LengthSampler::new(bound(min), bound(max))
-                        .map_err(|e| Failure::from(e).of_setting("length_sampler"))?,
+                        .map_err(|e| Failure::from(e).for_setting("length_sampler"))?,
                 )
             }
             Some(_) => {
@@ -140,8 +140,8 @@ impl StepLoop {
             }
             None => None,
         };
-        let most = params.count("max_new_tokens")?;
-        if most.is_none() && length_sampler.is_none() {
+        let max_new_tokens = params.count("max_new_tokens")?;
+        if max_new_tokens.is_none() && length_sampler.is_none() {
             return Err(Failure::usage(
                 "max_new_tokens",
                 "max_new_tokens: expected a value, or a length_sampler, found none",
@@ -156,7 +156,7 @@ impl StepLoop {
                 min_p: params.number("min_p")?.unwrap_or(0.0),
             },
         };
-        let how = Generate {
+        let options = Generate {
             sampling,
             min_new_tokens: params.count("min_new_tokens")?.unwrap_or(0),
             stop_token_ids: params.ids("stop_token_ids")?,
@@ -165,35 +165,35 @@ impl StepLoop {
             batch_size: params.count("batch_size")?.unwrap_or(32),
             return_prompt: params.flag("return_prompt")?.unwrap_or(false),
             generate_ref_response: params.flag("generate_ref_response")?.unwrap_or(false),
-            ..Generate::new(most.unwrap_or(0))
+            ..Generate::new(max_new_tokens.unwrap_or(0))
         };
         params.finish("generate")?;
-        let (queries, own) = self.gathered(queries)?;
-        let found = self.trainer.generate(&queries, &how)?;
-        reply.rows_of_ids("responses", &found.responses[own.clone()]);
-        if let Some(responses) = found.ref_responses {
-            reply.rows_of_ids("ref_responses", &responses[own]);
+        let (queries, client_rows) = self.gathered(queries)?;
+        let generated = self.trainer.generate(&queries, &options)?;
+        reply.id_rows("responses", &generated.responses[client_rows.clone()]);
+        if let Some(responses) = generated.ref_responses {
+            reply.id_rows("ref_responses", &responses[client_rows]);
         }
         Ok(())
     }
 
-    /// The rows of all ranks, and which of them are `own`.
+    /// Returns the values of all ranks, and the range of this client's `values` among them.
     fn gathered<T: Clone + serde::Serialize + serde::de::DeserializeOwned>(
         &self,
-        own: Vec<T>,
+        values: Vec<T>,
     ) -> Result<(Vec<T>, Range<usize>), Failure> {
         let world = self.trainer.learner.world();
-        if !self.own_rows || world.size() == 1 {
-            let rows = 0..own.len();
-            return Ok((own, rows));
+        if !self.rows_are_per_rank || world.size() == 1 {
+            let range = 0..values.len();
+            return Ok((values, range));
         }
-        let all: Vec<Vec<T>> = world.gather(own)?;
+        let all: Vec<Vec<T>> = world.gather(values)?;
         let before = all[..world.rank()].iter().map(Vec::len).sum::<usize>();
-        let rows = before..before + all[world.rank()].len();
-        Ok((all.concat(), rows))
+        let range = before..before + all[world.rank()].len();
+        Ok((all.concat(), range))
     }
 
-    /// The rows of a request; those of all ranks where each has its own.
+    /// Returns the rows of a request; if each client passes the rows of its rank, those of all ranks.
     fn rows(&self, params: &Params<'_>) -> Result<Rows, Failure> {
         let queries = params.needed("queries", Params::rows)?;
         let responses = params.needed("responses", Params::rows)?;
@@ -212,11 +212,11 @@ impl StepLoop {
             let message = format!("scores: row {row}: expected a finite number, found {}", scores[row]);
             return Err(Failure::usage("scores", message));
         }
-        let (queries, own) = self.gathered(queries)?;
+        let (queries, client_rows) = self.gathered(queries)?;
         let (responses, _) = self.gathered(responses)?;
         let (scores, _) = self.gathered(scores)?;
         let masks = masks.map(|masks| Ok::<_, Failure>(self.gathered(masks)?.0)).transpose()?;
-        Ok(Rows { queries, responses, scores, masks, own })
+        Ok(Rows { queries, responses, scores, masks, client_rows })
     }
 
     fn step(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
@@ -229,22 +229,23 @@ impl StepLoop {
         self.orders.replace(orders.into_iter().map(order).collect());
         self.last = self.trainer.step(&queries, &responses, &scores, masks.as_deref())?;
         self.describe(reply);
-        let stats = of_stats(&self.last, reply);
+        let stats = stats_value(&self.last, reply);
         reply.set("stats", stats);
         Ok(())
     }
 
     fn batched_forward_pass(&mut self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
-        let Rows { queries, responses, scores, masks, own } = self.rows(params)?;
+        let Rows { queries, responses, scores, masks, client_rows } = self.rows(params)?;
         params.finish("batched_forward_pass")?;
         let e = self.trainer.batched_forward_pass(&queries, &responses, &scores, masks.as_deref())?;
-        let of_client = |x: &Tensor| Array::of_tensor(&x.narrow(0, own.start as i64, own.len() as i64));
-        reply.array("logprobs", of_client(&e.logprobs)?);
+        let client_array =
+            |x: &Tensor| Array::from_tensor(&x.narrow(0, client_rows.start as i64, client_rows.len() as i64));
+        reply.array("logprobs", client_array(&e.logprobs)?);
         if let Some(ref_logprobs) = &e.ref_logprobs {
-            reply.array("ref_logprobs", of_client(ref_logprobs)?);
+            reply.array("ref_logprobs", client_array(ref_logprobs)?);
         }
-        reply.array("values", of_client(&e.values)?);
-        reply.array("masks", of_client(&e.masks.response)?);
+        reply.array("values", client_array(&e.values)?);
+        reply.array("masks", client_array(&e.masks.response)?);
         Ok(())
     }
 
@@ -253,10 +254,10 @@ impl StepLoop {
         let [logprobs, ref_logprobs] = params.tensors(["logprobs", "ref_logprobs"], Kind::Float)?;
         let [masks] = params.tensors(["masks"], Kind::Bool)?;
         params.finish("compute_rewards")?;
-        let found = self.trainer.rewards_of(&scores, &logprobs, &ref_logprobs, &masks)?;
-        reply.array("rewards", Array::of_tensor(&found.rewards)?);
-        reply.array("non_score_rewards", Array::of_tensor(&found.non_score_rewards)?);
-        reply.array("kls", Array::of_tensor(&found.kl)?);
+        let result = self.trainer.rewards_of(&scores, &logprobs, &ref_logprobs, &masks)?;
+        reply.array("rewards", Array::from_tensor(&result.rewards)?);
+        reply.array("non_score_rewards", Array::from_tensor(&result.non_score_rewards)?);
+        reply.array("kls", Array::from_tensor(&result.kl)?);
         Ok(())
     }
 
@@ -265,19 +266,19 @@ impl StepLoop {
         let [mask] = params.tensors(["mask"], Kind::Bool)?;
         params.finish("compute_advantages")?;
         let (values, advantages, returns) = self.trainer.advantages_of(&values, &rewards, &mask)?;
-        reply.array("values", Array::of_tensor(&values)?);
-        reply.array("advantages", Array::of_tensor(&advantages)?);
-        reply.array("returns", Array::of_tensor(&returns)?);
+        reply.array("values", Array::from_tensor(&values)?);
+        reply.array("advantages", Array::from_tensor(&advantages)?);
+        reply.array("returns", Array::from_tensor(&returns)?);
         Ok(())
     }
 
     fn loss(&self, params: &Params<'_>, reply: &mut Reply) -> Result<(), Failure> {
         let names = ["old_logprobs", "values", "vpreds", "logprobs", "advantages", "returns"];
-        let found = params.tensors(names, Kind::Float)?;
+        let tensors = params.tensors(names, Kind::Float)?;
         let entropy = params.tensor("entropy", 2, Kind::Float)?;
         let [mask] = params.tensors(["mask"], Kind::Bool)?;
         params.finish("loss")?;
-        let others = names.iter().zip(&found).chain(entropy.as_ref().map(|entropy| (&"entropy", entropy)));
+        let others = names.iter().zip(&tensors).chain(entropy.as_ref().map(|entropy| (&"entropy", entropy)));
         for (name, x) in others {
             if x.size() != mask.size() {
                 let message =
@@ -288,20 +289,20 @@ impl StepLoop {
         if mask.any().int64_value(&[]) == 0 {
             return Err(Failure::usage("mask", "mask: expected a token that counts, found none"));
         }
-        let [old_logprobs, values, vpreds, logprobs, advantages, returns] = &found;
+        let [old_logprobs, values, vpreds, logprobs, advantages, returns] = &tensors;
         let entropy = &entropy.unwrap_or_else(|| logprobs.zeros_like());
         let inputs = LossInputs { old_logprobs, values, entropy, vpreds, logprobs, mask: &mask, advantages, returns };
         let (policy, value, stats) = self.trainer.loss(&inputs);
         reply.set("policy_loss", policy.double_value(&[]));
         reply.set("value_loss", value.double_value(&[]));
-        let stats = of_stats(&stats, reply);
+        let stats = stats_value(&stats, reply);
         reply.set("stats", stats);
         Ok(())
     }
 
-    /// Refuses a method whose rows are divided over the ranks, where each rank has rows of its own.
+    /// Refuses a method that divides all rows over the ranks, if each client passes the rows of its rank alone.
     fn needs_all_rows(&self, method: &str) -> Result<(), Failure> {
-        if self.own_rows && self.trainer.learner.world().size() > 1 {
+        if self.rows_are_per_rank && self.trainer.learner.world().size() > 1 {
             let message = format!("{method}: with several ranks, open the loop with rows = all, and pass all rows");
             return Err(Failure::order(message));
         }
@@ -317,7 +318,7 @@ impl StepLoop {
         params.finish("train_minibatch")?;
         let e: Experience = self.trainer.experience_of((&queries, &responses), &logprobs, &values, masks.as_deref())?;
         let stats = self.trainer.train_on(&e, &advantages, &returns)?;
-        let stats = of_stats(&stats, reply);
+        let stats = stats_value(&stats, reply);
         reply.set("stats", stats);
         Ok(())
     }
@@ -342,22 +343,22 @@ impl StepLoop {
         let number = |(name, value): (&String, &Value)| Some((name.clone(), Stat::Number(value.as_f64()?)));
         let stats: Stats = numbers.iter().filter_map(number).collect();
         let all = self.trainer.log_stats(&stats, Texts { query: &query, response: &response }, &rewards)?;
-        let all = of_stats(&all, reply);
+        let all = stats_value(&all, reply);
         reply.set("stats", all);
         Ok(())
     }
 }
 
 /// Statistics as a value: numbers, and arrays for lists.
-fn of_stats(stats: &Stats, reply: &mut Reply) -> Value {
+fn stats_value(stats: &Stats, reply: &mut Reply) -> Value {
     let mut all = Map::new();
     for (name, stat) in stats.iter() {
         let value = match stat {
             Stat::Number(number) => json!(number),
-            Stat::List(list) => reply.value_of(Array::of_floats(list)),
+            Stat::List(list) => reply.array_value(Array::from_floats(list)),
             Stat::Rows(rows) => {
                 let lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
-                reply.value_of_rows(&lengths, Array::of_floats(&rows.concat()))
+                reply.rows_value(&lengths, Array::from_floats(&rows.concat()))
             }
         };
         all.insert(name.into(), value);

@@ -12,7 +12,7 @@ pub(super) fn text(tokenizer: &Tokenizer, method: &str, params: &Params<'_>, rep
         let texts = params.needed("texts", Params::texts)?;
         params.finish(method)?;
         let rows: Vec<Vec<i64>> = texts.iter().map(|text| tokenizer.encode(text)).collect::<Result<_>>()?;
-        reply.rows_of_ids("ids", &rows);
+        reply.id_rows("ids", &rows);
     } else {
         let rows = params.needed("ids", Params::rows)?;
         params.finish(method)?;

@@ -28,9 +28,9 @@ pub(super) struct Request {
 pub(super) enum Incoming {
     /// A request that can be read.
     Request(Request),
-    /// One that cannot, and where the next one begins is known.
+    /// A request that cannot be read; the place where the next one begins is known.
     Refused(Value, Failure),
-    /// One that cannot, and nobody knows where the next one begins.
+    /// A request that cannot be read; the place where the next one begins is unknown.
     Lost(Value, Failure),
     /// The client sends nothing more.
     End,
@@ -40,7 +40,7 @@ pub(super) enum Incoming {
 struct Announced {
     dtype: Dtype,
     shape: Vec<usize>,
-    /// Its bytes; `None` where dtype or shape are wrong.
+    /// Number of its bytes; `None` if dtype or shape are wrong.
     bytes: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ pub(super) fn read(input: &mut impl BufRead, mut take: impl FnMut(Incoming) -> b
                 Ok((request, announced)) => with_frames(input, request, &announced),
                 Err(wrong) => {
                     let Wrong { id, failure, announced } = *wrong;
-                    // The client has its reply before what it announced is skipped.
+                    // The client gets its reply before the frames that it announced are skipped.
                     if !take(Incoming::Refused(id.clone(), failure)) {
                         return;
                     }
@@ -88,7 +88,7 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Option<Result<Vec<u8>, Fail
             "the input ended within a line: expected one that ends with a line feed",
         ))));
     }
-    // The rest of it is read and dropped.
+    // The line is too long: its rest is read and dropped.
     loop {
         let part = input.fill_buf()?;
         let end = part.iter().position(|&byte| byte == b'\n');
@@ -102,7 +102,7 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Option<Result<Vec<u8>, Fail
     }
 }
 
-/// A request without its frames, and these as they are announced.
+/// A request without its frames, and the frames that it announces.
 type Head = (Request, Vec<Announced>);
 
 /// A line that is not a valid request, with the frames that follow it.
@@ -182,12 +182,12 @@ fn check(announced: &[Announced]) -> Result<(), Failure> {
             "`frames`: number {at}: expected a dtype of {names}, and a shape of whole numbers"
         )));
     }
-    // A dimension of 0 makes no bytes, and others beside it could still ask for any number of rows.
-    let of_frame = |frame: &Announced| {
+    // A frame with a dimension of 0 has no bytes, but its other dimensions could still ask for any number of rows: 0 counts as 1.
+    let frame_bytes = |frame: &Announced| {
         let size = |bytes: u64, &n: &usize| bytes.saturating_mul((n as u64).max(1));
         frame.shape.iter().fold(frame.dtype.size() as u64, size)
     };
-    let bytes = announced.iter().fold(0u64, |sum, frame| sum.saturating_add(of_frame(frame)));
+    let bytes = announced.iter().fold(0u64, |sum, frame| sum.saturating_add(frame_bytes(frame)));
     if announced.len() > MOST_FRAMES {
         let found = announced.len();
         return Err(Failure::protocol(format!("`frames`: expected at most {MOST_FRAMES}, found {found}")));
@@ -267,12 +267,12 @@ impl Reply {
 
     /// Adds an array to the result.
     pub(super) fn array(&mut self, name: &str, array: Array) {
-        let value = self.value_of(array);
+        let value = self.array_value(array);
         self.set(name, value);
     }
 
     /// The value that stands for an array in the result.
-    pub(super) fn value_of(&mut self, array: Array) -> Value {
+    pub(super) fn array_value(&mut self, array: Array) -> Value {
         if self.inline {
             return array.to_json();
         }
@@ -281,8 +281,8 @@ impl Reply {
     }
 
     /// The value that stands for rows of different lengths, whose numbers are `flat`, one row after another.
-    pub(super) fn value_of_rows(&mut self, lengths: &[usize], flat: Array) -> Value {
-        let mut value = self.value_of(flat);
+    pub(super) fn rows_value(&mut self, lengths: &[usize], flat: Array) -> Value {
+        let mut value = self.array_value(flat);
         if !self.inline {
             value["lengths"] = json!(lengths);
             return value;
@@ -297,9 +297,9 @@ impl Reply {
     }
 
     /// Adds rows of token ids to the result.
-    pub(super) fn rows_of_ids(&mut self, name: &str, rows: &[Vec<i64>]) {
+    pub(super) fn id_rows(&mut self, name: &str, rows: &[Vec<i64>]) {
         let lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
-        let value = self.value_of_rows(&lengths, Array::of_ids(&rows.concat()));
+        let value = self.rows_value(&lengths, Array::from_ids(&rows.concat()));
         self.set(name, value);
     }
 }
@@ -332,12 +332,12 @@ mod tests {
     use super::*;
 
     fn all(bytes: &[u8]) -> Vec<Incoming> {
-        let mut found = Vec::new();
+        let mut arrived = Vec::new();
         read(&mut io::BufReader::new(bytes), |incoming| {
-            found.push(incoming);
+            arrived.push(incoming);
             true
         });
-        found
+        arrived
     }
 
     fn framed(line: &str, frames: &[&[u8]]) -> Vec<u8> {
@@ -353,8 +353,10 @@ mod tests {
     fn a_request_has_its_frames_and_the_next_one_follows() {
         let line = r#"{"id": 1, "method": "step", "params": {"scores": {"frame": 0}}, "frames": [{"dtype": "bool", "shape": [2]}]}"#;
         let bytes = [framed(line, &[&[1, 0]]), b"\n{\"id\": \"b\", \"method\": \"stop\"}\n".to_vec()].concat();
-        let found = all(&bytes);
-        let [Incoming::Request(step), Incoming::Request(stop), Incoming::End] = &found[..] else { panic!("{found:?}") };
+        let arrived = all(&bytes);
+        let [Incoming::Request(step), Incoming::Request(stop), Incoming::End] = &arrived[..] else {
+            panic!("{arrived:?}")
+        };
         assert_eq!((step.method.as_str(), step.frames[0].bytes.as_slice()), ("step", &[1, 0][..]));
         assert_eq!((&stop.id, stop.method.as_str()), (&json!("b"), "stop"));
     }
@@ -376,18 +378,18 @@ mod tests {
             ),
             ("{\"id\": 1, \"method\": \"stop\", \"more\": 1}\n", "`more`"),
         ] {
-            let found = all(format!("{line}{stop}").as_bytes());
-            let [Incoming::Refused(_, failure), Incoming::Request(_), Incoming::End] = &found[..] else {
-                panic!("{line}: {found:?}")
+            let arrived = all(format!("{line}{stop}").as_bytes());
+            let [Incoming::Refused(_, failure), Incoming::Request(_), Incoming::End] = &arrived[..] else {
+                panic!("{line}: {arrived:?}")
             };
             assert!(failure.message().contains(expected), "{line}: {failure:?}");
         }
         let deep = "[".repeat(100_000);
         let long = format!("{{\"id\": \"{}\"}}\n", "x".repeat(MOST_LINE));
         for line in [format!("{deep}\n"), long] {
-            let found = all(format!("{line}{stop}").as_bytes());
+            let arrived = all(format!("{line}{stop}").as_bytes());
             assert!(
-                matches!(&found[..], [Incoming::Refused(..), Incoming::Request(_), Incoming::End]),
+                matches!(&arrived[..], [Incoming::Refused(..), Incoming::Request(_), Incoming::End]),
                 "{}",
                 line.len()
             );
@@ -402,15 +404,15 @@ mod tests {
     fn the_frames_of_a_line_that_is_refused_are_skipped() {
         let line = r#"{"id": 1, "method": "step", "more": 1, "frames": [{"dtype": "bool", "shape": [2]}]}"#;
         let bytes = [framed(line, &[b"\n\n"]), b"{\"id\": 2, \"method\": \"stop\"}\n".to_vec()].concat();
-        let found = all(&bytes);
-        let [Incoming::Refused(id, _), Incoming::Request(stop), Incoming::End] = &found[..] else {
-            panic!("{found:?}")
+        let arrived = all(&bytes);
+        let [Incoming::Refused(id, _), Incoming::Request(stop), Incoming::End] = &arrived[..] else {
+            panic!("{arrived:?}")
         };
         assert_eq!((id, &stop.id), (&json!(1), &json!(2)));
         // No bytes, but more rows than there is memory for.
         let empty = r#"{"id": 1, "method": "step", "frames": [{"dtype": "int64", "shape": [1099511627776, 0]}]}"#;
-        let found = all(&framed(empty, &[b""]));
-        let [Incoming::Refused(_, failure), Incoming::End] = &found[..] else { panic!("{found:?}") };
+        let arrived = all(&framed(empty, &[b""]));
+        let [Incoming::Refused(_, failure), Incoming::End] = &arrived[..] else { panic!("{arrived:?}") };
         assert!(failure.message().contains("expected at most 268435456 bytes"), "{failure:?}");
     }
 
@@ -422,13 +424,13 @@ mod tests {
         bytes.extend((MOST_BYTES + 1).to_le_bytes());
         let after = io::Cursor::new(b"{\"id\": 2, \"method\": \"stop\"}\n".to_vec());
         let stream = bytes.chain(io::repeat(0).take(MOST_BYTES + 1)).chain(after);
-        let mut found = Vec::new();
+        let mut arrived = Vec::new();
         read(&mut io::BufReader::new(stream), |incoming| {
-            found.push(incoming);
+            arrived.push(incoming);
             true
         });
-        let [Incoming::Refused(_, failure), Incoming::Request(_), Incoming::End] = &found[..] else {
-            panic!("{found:?}")
+        let [Incoming::Refused(_, failure), Incoming::Request(_), Incoming::End] = &arrived[..] else {
+            panic!("{arrived:?}")
         };
         assert!(failure.message().contains("expected at most 268435456 bytes"), "{failure:?}");
         let huge =
@@ -440,8 +442,8 @@ mod tests {
     fn a_frame_of_another_length_ends_the_session() {
         let line = r#"{"id": 1, "method": "step", "frames": [{"dtype": "int64", "shape": [2]}]}"#;
         for (frame, expected) in [(&[0u8; 15][..], "expected the length 16"), (&[0; 17], "expected the length 16")] {
-            let found = all(&framed(line, &[frame]));
-            let [Incoming::Lost(id, failure)] = &found[..] else { panic!("{found:?}") };
+            let arrived = all(&framed(line, &[frame]));
+            let [Incoming::Lost(id, failure)] = &arrived[..] else { panic!("{arrived:?}") };
             assert!(*id == json!(1) && failure.message().contains(expected), "{failure:?}");
         }
         let mut cut = framed(line, &[&[0; 16]]);

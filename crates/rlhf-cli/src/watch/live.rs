@@ -33,13 +33,14 @@ impl LiveRun {
     /// # Errors
     /// If there is no run in it, or `metrics.jsonl` cannot be read.
     pub(super) fn open(dir: &Path) -> Result<Self> {
-        // Before the files are read: a change while they are read is seen by the next look.
-        let (at_work, files) = (is_at_work(dir), file_states(dir));
+        // Taken before the files are read, so that the next look sees a change that is made meanwhile.
+        let at_work = is_at_work(dir);
+        let files = file_states(dir);
         let run = Run::read_as(dir, at_work)?;
         Ok(Self { dir: dir.into(), run, files, at_work, due: Instant::now() + PAUSE })
     }
 
-    /// Reads the run again if its files have changed and the last look was not just now. Returns whether it did.
+    /// Reads the run again if its files have changed and the last look was not just now. Returns whether it was read.
     ///
     /// # Errors
     /// As [`LiveRun::open`]; the run is then that of the last state that could be read.
@@ -49,20 +50,22 @@ impl LiveRun {
             return Ok(false);
         }
         self.due = began + PAUSE;
-        let (at_work, files) = (is_at_work(&self.dir), file_states(&self.dir));
+        let at_work = is_at_work(&self.dir);
+        let files = file_states(&self.dir);
         if files == self.files && at_work == self.at_work {
             return Ok(false);
         }
         // After an error the run is read again whatever its files are.
         self.files.clear();
         self.run = Run::read_as(&self.dir, at_work)?;
-        (self.files, self.at_work) = (files, at_work);
+        self.files = files;
+        self.at_work = at_work;
         self.due = (began + PAUSE).max(Instant::now() + SHARE * began.elapsed());
         Ok(true)
     }
 }
 
-/// Returns the files in the folder of a run and in that of its samples, sorted by path.
+/// Returns the files in the folder of a run and in the folder of its samples, sorted by path.
 fn file_states(dir: &Path) -> Vec<FileState> {
     let entries = [dir.to_path_buf(), dir.join(SAMPLES)].into_iter().flat_map(std::fs::read_dir).flatten().flatten();
     let state = |entry: std::fs::DirEntry| {

@@ -1,6 +1,6 @@
 //! The live page over HTTP.
 //!
-//! `/` is the page, and `/parts?since=REVISION` has those of its parts that changed after a revision, as JSON. Nothing else is answered: a
+//! `/` is the page, and `/parts?since=REVISION` has the parts of it that changed after a revision, as JSON. Nothing else is answered: a
 //! request cannot name a file, and nothing is written.
 
 use super::live::LiveRun;
@@ -107,7 +107,7 @@ impl LivePage {
         )
     }
 
-    /// Returns the parts that changed after the revision `since`: all, if that is none of this process.
+    /// Returns the parts that changed after the revision `since`; all parts, if `since` is not a revision of this process.
     fn changes(&self, since: &str) -> Value {
         let known: Option<u64> =
             since.strip_prefix(&self.process).and_then(|rest| rest.strip_prefix('-')?.parse().ok());

@@ -64,7 +64,7 @@ const VALUE: u16 = 11;
 /// Columns of the name of a metric, at least, in a terminal of 40 columns or more.
 const NAME: u16 = 12;
 
-/// Columns of the list of metrics beside names and values: two edges, and a column between.
+/// Columns of the list of metrics besides names and values: two edges, and a column between.
 const BETWEEN: u16 = 3;
 
 /// Lines by which a sample is scrolled.
@@ -116,8 +116,9 @@ struct View {
     metric: usize,
     /// Number of samples that are older than the one shown; `None` for the newest one.
     older: Option<usize>,
-    /// Lines of the sample above the first one shown, and their number at most, as of the last drawing.
+    /// Number of lines of the sample above the first one shown.
     scrolled: usize,
+    /// Its maximum, as of the last drawing.
     most_scrolled: Cell<usize>,
 }
 
@@ -147,7 +148,7 @@ impl View {
         let last = |len: usize| len.saturating_sub(1);
         match key.code {
             KeyCode::Char('q') | KeyCode::Esc => return ControlFlow::Break(()),
-            // In raw mode it is no signal.
+            // In raw mode Ctrl-C is no signal.
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return ControlFlow::Break(()),
             KeyCode::Up => self.metric = self.metric.saturating_sub(1),
             KeyCode::Down => self.metric = (self.metric + 1).min(last(self.live.run.metrics.len())),
@@ -165,7 +166,7 @@ impl View {
         self.older.filter(|older| *older < len).map_or(0, |older| len - 1 - older)
     }
 
-    /// Shows the sample whose place is that of the current one after `step`; the newest one stays the newest when others come.
+    /// Shows the sample at the place that `step` makes of the current place. At the newest sample, the view follows when others come.
     fn show_sample(&mut self, step: impl Fn(usize) -> usize) {
         let last = samples(&self.live.run).len().saturating_sub(1);
         let place = step(self.sample(last + 1)).min(last);
@@ -212,22 +213,22 @@ impl View {
 
     fn curves(&self, frame: &mut Frame<'_>, area: Rect) {
         let run = &self.live.run;
-        let found = CURVES.iter().filter_map(|(title, metric)| Some((*title, *metric, run.points(metric)?)));
-        let found: Vec<_> = found.take(CURVES_SHOWN).collect();
-        if found.is_empty() {
+        let curves = CURVES.iter().filter_map(|(title, metric)| Some((*title, *metric, run.points(metric)?)));
+        let curves: Vec<_> = curves.take(CURVES_SHOWN).collect();
+        if curves.is_empty() {
             frame.render_widget(Paragraph::new("no updates yet").block(Block::bordered()), area);
             return;
         }
-        let rows = Layout::vertical(found.chunks(2).map(|_| Constraint::Fill(1))).split(area);
-        for (row, curves) in rows.iter().zip(found.chunks(2)) {
-            let cells = Layout::horizontal(curves.iter().map(|_| Constraint::Fill(1))).split(*row);
-            for (cell, (title, metric, points)) in cells.iter().zip(curves) {
+        let rows = Layout::vertical(curves.chunks(2).map(|_| Constraint::Fill(1))).split(area);
+        for (row, row_curves) in rows.iter().zip(curves.chunks(2)) {
+            let cells = Layout::horizontal(row_curves.iter().map(|_| Constraint::Fill(1))).split(*row);
+            for (cell, (title, metric, points)) in cells.iter().zip(row_curves) {
                 curve(frame, *cell, (title, metric), points);
             }
         }
     }
 
-    /// Draws the number at the end of each metric, of counts the last value.
+    /// Draws the name of each metric and its mean at the end, or for counts the last value.
     fn metrics(&self, frame: &mut Frame<'_>, area: Rect) {
         let metrics = self.live.run.metrics.iter().skip(self.metric);
         let names = area.width.saturating_sub(VALUE + BETWEEN);
@@ -237,8 +238,8 @@ impl View {
             } else {
                 short(svg::last(&series.name, &series.points))
             };
-            // The ends of names differ, their beginnings are those of groups.
-            Some(Row::new([end_of(&one_line(&series.name), usize::from(names)), value]))
+            // Names differ at their ends; their beginnings are the names of groups.
+            Some(Row::new([tail(&one_line(&series.name), usize::from(names)), value]))
         });
         let updates = self.live.run.points("step").map_or(0, <[Point]>::len);
         let title = match window("step", updates) {
@@ -308,8 +309,8 @@ fn response_lines(response: &Response) -> Vec<Line<'static>> {
     all
 }
 
-/// Returns the end of `text` in at most `columns` characters, with an ellipsis where more are before it.
-fn end_of(text: &str, columns: usize) -> String {
+/// Returns the last characters of `text`, at most `columns`; an ellipsis stands for those left out.
+fn tail(text: &str, columns: usize) -> String {
     let more = text.chars().count().saturating_sub(columns);
     if more == 0 {
         return text.into();
@@ -472,7 +473,7 @@ mod tests {
         }
         view.live = LiveRun::open(dir.path()).unwrap();
         has(&screen(&view, 60, 30), &["Sample 1 of 2"]);
-        assert_eq!([end_of("ab/cd", 5), end_of("ab/cd", 3), end_of("ab", 0)], ["ab/cd", "\u{2026}cd", ""]);
+        assert_eq!([tail("ab/cd", 5), tail("ab/cd", 3), tail("ab", 0)], ["ab/cd", "\u{2026}cd", ""]);
     }
 
     #[test]

@@ -23,8 +23,8 @@ impl Dice {
         ((x ^ (x >> 31)) % n as u64) as usize
     }
 
-    pub(crate) fn pick<T: Clone>(&mut self, of: &[T]) -> T {
-        of[self.roll(of.len())].clone()
+    pub(crate) fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.roll(choices.len())].clone()
     }
 
     /// An unexpected value in the place of `old`.

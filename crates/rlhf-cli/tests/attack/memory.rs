@@ -16,11 +16,11 @@ const MOST: u64 = 600;
 /// The process's memory and its peak since the last call, in MiB.
 fn memory() -> [u64; 2] {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let of = |name: &str| {
+    let mib = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
     };
-    let found = ["VmRSS:", "VmHWM:"].map(of);
+    let found = ["VmRSS:", "VmHWM:"].map(mib);
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     found
 }

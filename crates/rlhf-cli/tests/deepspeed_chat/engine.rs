@@ -1,7 +1,7 @@
 //! DeepSpeed-Chat's engine: its functions and steps against its own numbers, and what the engine and the trainer share.
 
 use crate::cli::{Scratch, json_lines, timeless};
-use crate::support::{Tensors, assert_close, given_golden, golden, init, read_json, required_golden, say};
+use crate::support::{Tensors, assert_close, chosen_golden, golden, init, read_json, required_golden, say};
 use rlhf::compat::engine::{
     Batch, MiniDataset, RlhfEngine, RlhfExperience, actor_loss_fn, compute_rewards, critic_loss_fn, ends,
     get_advantages_and_returns,
@@ -94,7 +94,7 @@ fn compare_functions(dir: &Path) -> usize {
 
 #[test]
 fn the_functions_give_deepspeed_chats_numbers_and_gradients() {
-    let dir = given_golden().join("dschat");
+    let dir = chosen_golden().join("dschat");
     let cases = compare_functions(&dir);
     let more =
         if dir.join("steps/functions.safetensors").is_file() { compare_functions(&dir.join("steps")) } else { 0 };
@@ -248,7 +248,7 @@ fn compare_steps(dir: &Path, config_file: &Path) {
             // Softmax makes the gradient of a key's bias 0, and Adam steps of what rounding leaves.
             if !name.ends_with("k_proj.bias") {
                 let part = last.part(name);
-                assert_close(name, &part.of(&param.tensor.detach()), part.tensor, tolerance("final", name));
+                assert_close(name, &part.select(&param.tensor.detach()), part.tensor, tolerance("final", name));
             }
         }
     };
@@ -286,8 +286,8 @@ fn responses(exp: &RlhfExperience, eos: i64) -> Vec<Response> {
 
 #[test]
 fn the_engines_steps_lead_to_the_weights_of_a_plain_torch_loop() {
-    let own = golden().join("dschat/steps/e2e");
-    compare_steps(&own, &own.join("config.json"));
+    let committed = golden().join("dschat/steps/e2e");
+    compare_steps(&committed, &committed.join("config.json"));
 }
 
 #[test]
@@ -295,8 +295,8 @@ fn the_engines_steps_lead_to_the_weights_of_a_plain_torch_loop() {
 fn the_engines_steps_lead_to_the_weights_of_deepspeed_chats_own_run() {
     let dir = required_golden().join("dschat");
     let run = dir.join("e2e");
-    let own = golden().join("dschat/steps/e2e");
-    let places = [run.join("config.json"), dir.join("rm_opt/config.json"), own.join("config.json")];
+    let committed = golden().join("dschat/steps/e2e");
+    let places = [run.join("config.json"), dir.join("rm_opt/config.json"), committed.join("config.json")];
     compare_steps(&run, places.iter().find(|path| path.is_file()).unwrap());
 }
 
@@ -342,7 +342,7 @@ fn gradients(model: &CausalLm) -> Vec<Tensor> {
     model.trainable_params().map(|param| param.tensor.grad().copy()).collect()
 }
 
-fn metrics_of(config: &PpoConfig) -> Vec<serde_json::Map<String, Value>> {
+fn train_metrics(config: &PpoConfig) -> Vec<serde_json::Map<String, Value>> {
     json_lines(&std::fs::read_to_string(config.run.output_dir.join("metrics.jsonl")).unwrap())
 }
 
@@ -416,17 +416,19 @@ fn eos_is_left_out_where_deepspeed_chat_pads_with_it_or_always() {
     let left_out = |family: &str, pad: Option<&str>, when| {
         in_scratch(
             |config, dir| {
-                let of_family = |part: &str| init(&format!("{family}_{part}"));
-                (config.sft_model_path, config.reward_model_path) = (of_family("policy"), Some(of_family("reward")));
+                let family_model = |part: &str| init(&format!("{family}_{part}"));
+                (config.sft_model_path, config.reward_model_path) =
+                    (family_model("policy"), Some(family_model("reward")));
                 let tokenizer = dir.join("tokenizer");
                 std::fs::create_dir(&tokenizer).unwrap();
                 for file in ["config.json", "tokenizer.json"] {
                     std::fs::copy(golden().join("models/gpt_neox").join(file), tokenizer.join(file)).unwrap();
                 }
-                let own = read_json(&golden().join("models/gpt_neox/tokenizer_config.json"));
-                let mut described = json!({"eos_token": own["eos_token"]});
-                described["pad_token"] =
-                    pad.map_or(Value::Null, |pad| if pad == "eos" { own["eos_token"].clone() } else { pad.into() });
+                let tokenizer_config = read_json(&golden().join("models/gpt_neox/tokenizer_config.json"));
+                let mut described = json!({"eos_token": tokenizer_config["eos_token"]});
+                described["pad_token"] = pad.map_or(Value::Null, |pad| {
+                    if pad == "eos" { tokenizer_config["eos_token"].clone() } else { pad.into() }
+                });
                 std::fs::write(tokenizer.join("tokenizer_config.json"), described.to_string()).unwrap();
                 let mut shape = read_json(&tokenizer.join("config.json"));
                 shape.as_object_mut().unwrap().remove("pad_token_id");
@@ -504,7 +506,7 @@ fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     let rows: Vec<usize> = (0..8).collect();
     let clear = || learner.policy.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
     learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
-    let of_ppo = gradients(&learner.policy);
+    let ppo_gradients = gradients(&learner.policy);
     clear();
     let texts = [vec![5i64, 9, 2, 7], vec![4, 4, 8, 1, 6, 3]];
     // The mean over tokens, by autograd.
@@ -516,12 +518,12 @@ fn texts_in_the_mix_add_their_weighted_gradient_and_no_more() {
     }
     let loss = -Tensor::cat(&logprobs, 0).mean(Kind::Float);
     loss.backward();
-    let of_texts = gradients(&learner.policy);
+    let text_gradients = gradients(&learner.policy);
     clear();
     learner.gradients(&e, &shaped, &rows, 8, true).unwrap();
     let found = learner.learn_texts(&texts, 27.8).unwrap();
     assert!((found - number(&loss)).abs() < 1e-5);
-    for ((found, ppo), text) in gradients(&learner.policy).iter().zip(&of_ppo).zip(&of_texts) {
+    for ((found, ppo), text) in gradients(&learner.policy).iter().zip(&ppo_gradients).zip(&text_gradients) {
         let expected = ppo + text * 27.8;
         assert_close("gradient", found, &expected, 2e-5 * expected.abs().max().double_value(&[]).max(1.0));
     }
@@ -597,8 +599,9 @@ fn reused_and_dropped_responses_are_counted_and_reported() {
                      responses of an earlier update are trained on again"
                 );
                 // Other alarms are of single responses.
-                let of_reuse = trainer.warnings().iter().filter(|warning| warning.kind == WarningKind::ReusedResponses);
-                let told: Vec<&String> = of_reuse.map(|warning| &warning.message).collect();
+                let reuse_warnings =
+                    trainer.warnings().iter().filter(|warning| warning.kind == WarningKind::ReusedResponses);
+                let told: Vec<&String> = reuse_warnings.map(|warning| &warning.message).collect();
                 let expected = [&words];
                 assert_eq!(told, &expected[..usize::from(again == Some(1.0))], "update {update}");
                 reused.push(again.unwrap());
@@ -634,7 +637,7 @@ fn generation_batches_and_epochs_make_so_many_steps() {
         |config| {
             // By the trainer: one update of 12 responses, two epochs of 6 steps.
             ppo(config, Console::Silent).unwrap();
-            let lines = metrics_of(config);
+            let lines = train_metrics(config);
             assert_eq!((lines.len(), lines[0]["episode"].as_u64()), (1, Some(12)));
             assert!(lines[0]["loss/unsup_avg"].as_f64().unwrap() > 1.0);
             let steps = |file: &str| {
@@ -706,7 +709,7 @@ fn an_engine_of_loaded_models_offloads_what_the_settings_say() {
         |config| {
             let engine = |config: &PpoConfig| {
                 let lm = |name: &str| CausalLm::from_pretrained(&init(name), ModelOptions::default()).unwrap();
-                let of_scores = |name: &str| {
+                let score_model = |name: &str| {
                     SequenceClassifier::from_pretrained(&init(name), None, ModelOptions::default()).unwrap()
                 };
                 let rewards = Rewards::new().with("short", FnReward::new(|batch| Ok(vec![0.0; batch.len()])));
@@ -714,7 +717,7 @@ fn an_engine_of_loaded_models_offloads_what_the_settings_say() {
                 RlhfEngine::new(
                     lm("llama_policy"),
                     lm("llama_ref"),
-                    of_scores("llama_value"),
+                    score_model("llama_value"),
                     rewards,
                     tokenizer,
                     config,
@@ -894,7 +897,7 @@ fn a_test_stops_where_it_should_and_responses_are_shown_on_the_way() {
         },
         |config| {
             ppo(config, Console::Silent).unwrap();
-            let (lines, out) = (metrics_of(config), &config.run.output_dir);
+            let (lines, out) = (train_metrics(config), &config.run.output_dir);
             // Of three; the rates are the whole run's.
             assert_eq!(lines.len(), 2);
             assert!((lines[1]["lr"].as_f64().unwrap() - 0.75e-3).abs() < 1e-9, "{}", lines[1]["lr"]);
@@ -919,8 +922,8 @@ fn actor_and_critic_have_adapters_of_their_own_or_none() {
             |config| {
                 let trainer = PpoTrainer::from_config(config).unwrap();
                 let adapters = |params: &[Param]| {
-                    let of = params.iter().find(|param| param.name.ends_with("lora_A.weight"));
-                    of.map(|param| param.tensor.size()[0])
+                    let lora_a = params.iter().find(|param| param.name.ends_with("lora_A.weight"));
+                    lora_a.map(|param| param.tensor.size()[0])
                 };
                 let expected = |on: bool, rank| on.then_some(rank);
                 assert_eq!(adapters(trainer.learner.policy.params()), expected(actor, 16));

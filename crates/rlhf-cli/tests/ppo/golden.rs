@@ -1,7 +1,8 @@
 //! The PPO step against TRL 1.11's own run (`tests/golden/trl_new`): its responses are injected, everything else is ours.
 
 use crate::support::{
-    Tensors, assert_close, given_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks, say,
+    Tensors, assert_close, chosen_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks,
+    say,
 };
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
@@ -218,11 +219,11 @@ fn compare(variant: &Variant) {
 }
 
 fn compare_steps(variant: &Variant, it: usize, steps: &[rlhf::rl::stats::StepStats]) {
-    let of_iteration = |list: &str| -> Vec<Value> {
+    let iteration_values = |list: &str| -> Vec<Value> {
         let all = variant.info[list].as_array().unwrap();
         all.iter().filter(|entry| entry["iteration"] == it).cloned().collect()
     };
-    let (losses, norms) = (of_iteration("micro_batches"), of_iteration("optimizer_steps"));
+    let (losses, norms) = (iteration_values("micro_batches"), iteration_values("optimizer_steps"));
     assert_eq!((steps.len(), steps.len()), (losses.len(), norms.len()));
     for (i, ((step, loss), norm)) in steps.iter().zip(&losses).zip(&norms).enumerate() {
         let what = format!("{}: it{it} step {i}", variant.name());
@@ -259,7 +260,7 @@ fn compare_weights(variant: &Variant, model: &str, params: &[Param]) {
         let name = format!("{model}.{}", param.name.replace("embed_out", "lm_head"));
         let part = golden.part(&name);
         let tolerance = variant.info["noise_floor_f32_vs_f64"]["final"][&name].as_f64().unwrap_or(0.0);
-        let found = on_host(&part.of(&param.tensor.detach())).copy();
+        let found = on_host(&part.select(&param.tensor.detach())).copy();
         if name.ends_with("query_key_value.bias") {
             // The gradient of a key's bias is 0 where it is not rotated, and Adam turns its round-off into whole steps.
             let (heads, head_dim, rotated) = (2, 16, 4);
@@ -312,7 +313,7 @@ fn golden_runs_on_one_of_several_ranks() {
 }
 
 fn golden_runs() -> Vec<PathBuf> {
-    let dir = given_golden().join("trl_new");
+    let dir = chosen_golden().join("trl_new");
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())

@@ -2,7 +2,7 @@
 //! everything else is computed here. [`super::tools_golden`] compares runs with tools in the same way.
 
 use crate::support::{
-    Tensors, given_golden, join_ranks, model_options, note_difference, on_host, read_json, run_as_ranks, say,
+    Tensors, chosen_golden, join_ranks, model_options, note_difference, on_host, read_json, run_as_ranks, say,
 };
 use rlhf::dist::{World, ZeroStage};
 use rlhf::generate::{FinishReason, Response};
@@ -90,7 +90,7 @@ impl Run {
             Some(folder) => folder.to_string(),
             None => format!("trl_new/init/{}_", self.info["family"].as_str().unwrap()),
         };
-        given_golden().join(format!("{folder}{model}"))
+        chosen_golden().join(format!("{folder}{model}"))
     }
 
     fn load(&self, model: &str) -> CausalLm {
@@ -129,13 +129,13 @@ impl Run {
 
     /// The tensor `name` of each generation of an update, one below the other; the slots of a row are padded to the response length.
     fn tensor(&self, update: &Update, name: &str) -> Tensor {
-        let of_one = |generation: &usize| {
+        let one = |generation: &usize| {
             let x = self.data.get(&format!("it{generation}.{name}"));
             let whole = x.dim() == 2 && x.size()[1] <= self.config.response_length as i64 && name != "rewards";
             let missing = if whole { self.config.response_length as i64 - x.size()[1] } else { 0 };
             x.constant_pad_nd([0, missing])
         };
-        Tensor::cat(&update.generations.iter().map(of_one).collect::<Vec<_>>(), 0)
+        Tensor::cat(&update.generations.iter().map(one).collect::<Vec<_>>(), 0)
     }
 
     fn has(&self, name: &str) -> bool {
@@ -351,13 +351,13 @@ impl Run {
                 m
             })
             .collect();
-        let mut of_rollout = Metrics::default();
-        rollout.scored.push_trl_metrics(&mut of_rollout);
-        push_completion_metrics(&mut of_rollout, &rollout.responses);
+        let mut rollout_metrics = Metrics::default();
+        rollout.scored.push_trl_metrics(&mut rollout_metrics);
+        push_completion_metrics(&mut rollout_metrics, &rollout.responses);
         let names = self.info["metrics"].as_object().unwrap().keys();
         for name in names.filter(|name| !self.is_left_out(name)) {
             let Some(expected) = self.metric(name, step) else { continue };
-            let of_steps = || {
+            let step_mean = || {
                 // A micro-batch whose rows are all masked has no extremes.
                 let is_extreme = ["clip_ratio/low_min", "clip_ratio/high_max"].contains(&name.as_str());
                 let parts = metrics.iter().zip(found).filter(|(_, s)| !is_extreme || s.low_clipped_min.is_finite());
@@ -365,7 +365,7 @@ impl Run {
                 let values: Vec<f64> = parts.map(|(m, _)| value(m)).collect();
                 values.iter().sum::<f64>() / values.len().max(1) as f64
             };
-            let found = of_rollout.get(name).unwrap_or_else(of_steps);
+            let found = rollout_metrics.get(name).unwrap_or_else(step_mean);
             self.near(
                 &format!("metrics: {name}"),
                 &format!("step {step}: {name}"),
@@ -409,7 +409,7 @@ impl Run {
             }
             compared += 1;
             let part = golden.part(&name);
-            let found = part.of(&param.tensor.detach()).copy();
+            let found = part.select(&param.tensor.detach()).copy();
             if name.ends_with("query_key_value.bias") {
                 // The gradient of a key's bias is 0 where it is not rotated, and Adam turns its round-off into whole steps.
                 let (heads, head_dim, rotated) = (2, 16, 4);
@@ -636,7 +636,7 @@ const STAGE: &str = "RLHF_TEST_ZERO_STAGE";
 fn golden_runs_without_a_critic_on_one_of_several_ranks() {
     join_ranks();
     let stage = if std::env::var(STAGE).unwrap() == "0" { ZeroStage::Stage0 } else { ZeroStage::Stage3 };
-    let of_ranks = |dir: &PathBuf| {
+    let with_ranks = |dir: &PathBuf| {
         let mut run = Run::read(dir);
         let size = run.generation_size();
         let config = &mut run.config;
@@ -647,12 +647,12 @@ fn golden_runs_without_a_critic_on_one_of_several_ranks() {
         config.run.dist.zero_stage = stage;
         run
     };
-    compare_all(compare_updates, golden_runs("trl_grpo").iter().map(of_ranks).filter(sums_over_micro_batches));
+    compare_all(compare_updates, golden_runs("trl_grpo").iter().map(with_ranks).filter(sums_over_micro_batches));
 }
 
 /// The folders of the runs in `tests/golden/{folder}`.
 pub(super) fn golden_runs(folder: &str) -> Vec<PathBuf> {
-    let dir = given_golden().join(folder);
+    let dir = chosen_golden().join(folder);
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())

@@ -122,11 +122,11 @@ fn a_budget_of_tokens_and_checkpoints_of_the_layers_change_no_result() {
         });
         cut.is(&format!("{most} tokens"), &whole);
     }
-    let of_memory = train(|config| {
+    let by_memory = train(|config| {
         passes(config, 8, 1);
         config.run.max_tokens_per_micro_batch = Some(MicroBatchLimit::Memory(ByteSize(1 << 20)));
     });
-    of_memory.is("1 MiB", &whole);
+    by_memory.is("1 MiB", &whole);
     let checkpoints = train(|config| {
         passes(config, 8, 1);
         config.run.gradient_checkpointing = true;

@@ -564,7 +564,7 @@ fn learning_from_log_probabilities_and_entropies_adds_the_gradients_of_autograd(
     let ids = [vec![5i64, 9, 2, 7, 1, 3], vec![4, 4, 8], vec![6, 11]];
     let spans = [2..6, 1..3, 1..1];
     let weights = |seed: f64| Tensor::from_slice(&[0.5f32, -1.0, 2.0, 0.25, -0.75, 1.5]) * seed;
-    let (of_logprobs, of_entropy) = (weights(1.0), weights(-0.7));
+    let (logprob_weights, entropy_weights) = (weights(1.0), weights(-0.7));
     for name in ["gpt2", "gpt_neox", "llama_tied", "gemma2"] {
         let load = || {
             let dir = golden().join("models").join(name);
@@ -578,12 +578,12 @@ fn learning_from_log_probabilities_and_entropies_adds_the_gradients_of_autograd(
             .logprobs_backward(Batch::new(&ids, &spans), options, |tokens, now| {
                 let here = |x: &Tensor| x.narrow(0, tokens.start, tokens.end - tokens.start);
                 let entropy = now.entropy.as_ref().unwrap();
-                (&now.logprobs * here(&of_logprobs) + entropy * here(&of_entropy)).sum(Kind::Float)
+                (&now.logprobs * here(&logprob_weights) + entropy * here(&entropy_weights)).sum(Kind::Float)
             })
             .unwrap();
         assert!(!learnt.logprobs.requires_grad() && !learnt.entropy.unwrap().requires_grad());
         let now = expected.token_logprobs(&ids, &spans, 0.7, true).unwrap();
-        (now.logprobs * &of_logprobs + now.entropy.unwrap() * &of_entropy).sum(Kind::Float).backward();
+        (now.logprobs * &logprob_weights + now.entropy.unwrap() * &entropy_weights).sum(Kind::Float).backward();
         for (found, expected) in found.params().iter().zip(expected.params()) {
             let gradient = expected.tensor.grad();
             let tolerance = 2e-5 * gradient.abs().max().double_value(&[]).max(1.0);
@@ -626,18 +626,18 @@ fn the_command_lines_of_trls_documentation_run_on_stand_ins_of_their_models() {
     }
     for line in TRLS_COMMAND_LINES {
         // What the line leaves to the script: the models, the dataset, a folder. And the size of the run.
-        let mut given = "--dataset_name prompts.jsonl --total_episodes 64 --response_length 8".to_string();
+        let mut flags = "--dataset_name prompts.jsonl --total_episodes 64 --response_length 8".to_string();
         if !line.contains("--sft_model_path") {
-            given += " --sft_model_path policy --reward_model_path reward";
+            flags += " --sft_model_path policy --reward_model_path reward";
         }
         let out = match line.split_whitespace().skip_while(|word| *word != "--output_dir").nth(1) {
             Some(out) => out,
             None => {
-                given += " --output_dir out";
+                flags += " --output_dir out";
                 "out"
             }
         };
-        let ran = scratch.run(&format!("ppo {line} {given}"));
+        let ran = scratch.run(&format!("ppo {line} {flags}"));
         assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
         assert_eq!(scratch.metrics(out).len(), if line.contains("_steps 16 ") { 4 } else { 1 }, "{line}");
         assert!(scratch.path(out).join("value_model/model.safetensors").is_file(), "{line}");
@@ -701,9 +701,9 @@ fn a_clip_of_the_whole_score_counts_what_tokens_are_scored() {
     let mut update = update(|c| c.clip_reward_value = Some(5.0));
     update.config.kl.kl_coef = 0.0;
     // 0.5, 1.5 or -2 for each token: wholes on both sides of the bounds and within them.
-    let of_row = Tensor::from_slice(&[0.5f32, 1.5, -2.0, 0.5, 1.5, -2.0, 0.5, 1.5]).unsqueeze(1);
+    let row_scores = Tensor::from_slice(&[0.5f32, 1.5, -2.0, 0.5, 1.5, -2.0, 0.5, 1.5]).unsqueeze(1);
     let e = &mut update.experience;
-    e.token_scores = Some(keep(&(e.masks.response.to_kind(Kind::Float) * of_row), &e.masks.response));
+    e.token_scores = Some(keep(&(e.masks.response.to_kind(Kind::Float) * row_scores), &e.masks.response));
     let whole = e.total_scores();
     assert!(whole.abs().max().double_value(&[]) > 5.0 && whole.abs().min().double_value(&[]) < 5.0, "{whole}");
     let targets = targets(&update.experience, 0.0, &update.config.shaping());

@@ -2,7 +2,7 @@
 //! are injected, everything else is computed here. And GAE across results of tools (`tests/golden/gae_across_tools.json`).
 
 use super::groups_golden::{Run, compare, compare_all, compare_updates, golden_runs, sums_over_micro_batches};
-use crate::support::{Tensors, given_golden, read_json};
+use crate::support::{Tensors, chosen_golden, read_json};
 use rlhf::rl::math::{self, Lambda};
 use serde_json::Value;
 use tch::{Kind, Tensor};
@@ -59,7 +59,7 @@ fn sampled_turns_and_encoded_results_make_the_recorded_rows() {
 #[test]
 fn gae_carries_value_and_accumulator_across_results_of_tools() {
     for (number, case) in
-        read_json(&given_golden().join("gae_across_tools.json")).as_array().unwrap().iter().enumerate()
+        read_json(&chosen_golden().join("gae_across_tools.json")).as_array().unwrap().iter().enumerate()
     {
         let row = |name: &str| {
             let numbers: Vec<f64> = case[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();

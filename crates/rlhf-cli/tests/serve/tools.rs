@@ -159,24 +159,24 @@ fn the_choice_of_tools_decides_where_the_prompt_ends_and_which_tools_it_has() {
     let scratch = scratch();
     let server = Server::start(&scratch);
     let messages = json!([user("3+4")]);
-    let of = |more: Value| server.completes(CHAT, request(&messages, more)).json();
+    let complete = |more: Value| server.completes(CHAT, request(&messages, more)).json();
     let prompt = |found: &Value| found["usage"]["prompt_tokens"].as_u64().unwrap();
-    let auto = of(json!({}));
+    let auto = complete(json!({}));
     let mut last = prompt(&auto);
     for choice in [json!("required"), json!({"type": "function", "function": {"name": "add"}})] {
-        let found = of(json!({"tool_choice": choice}));
+        let found = complete(json!({"tool_choice": choice}));
         assert_eq!(calls(&found["choices"][0]["message"]), called(3, 4), "{found}");
         assert_eq!(found["usage"]["total_tokens"], auto["usage"]["total_tokens"]);
         assert!(prompt(&found) > std::mem::replace(&mut last, prompt(&found)));
         assert_eq!(found["choices"][0]["message"]["content"], Value::Null);
         // It is content if it cannot be read, with its beginning.
-        let cut = of(json!({"tool_choice": choice, "max_tokens": 3}));
+        let cut = complete(json!({"tool_choice": choice, "max_tokens": 3}));
         let content = cut["choices"][0]["message"]["content"].as_str().unwrap();
         assert!(content.starts_with("<tool_call>\n{\"name\": \"add\", \""), "{content}");
     }
     let body = json!({"messages": messages, "temperature": 0, "max_tokens": 60});
     let without = server.completes(CHAT, body).json();
-    assert_eq!(of(json!({"tool_choice": "none"}))["choices"], without["choices"]);
+    assert_eq!(complete(json!({"tool_choice": "none"}))["choices"], without["choices"]);
     // Variables of the template, and calls of earlier messages without tools.
     let call = json!({"id": "x", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 3, \"b\": 4}"}});
     let told = json!([user("3+4"), {"role": "assistant", "content": null, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "7"}]);

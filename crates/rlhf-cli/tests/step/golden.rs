@@ -2,7 +2,8 @@
 //! mini-batches; everything else is ours.
 
 use crate::support::{
-    Tensors, assert_close, given_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks, say,
+    Tensors, assert_close, chosen_golden, golden, join_ranks, model_options, near, on_host, read_json, run_as_ranks,
+    say,
 };
 use rlhf::compat::step::{Stat, Stats, StepConfig, StepTrainer};
 use rlhf::dist::World;
@@ -74,9 +75,9 @@ impl Variant {
         }
         // Some runs have masks and are not given them: the tokens that count tell.
         let counted: i64 = self.data.get(&format!("step{step}.masks")).sum(Kind::Int64).int64_value(&[]);
-        let given = counted < responses.iter().map(Vec::len).sum::<usize>() as i64;
+        let has_masks = counted < responses.iter().map(Vec::len).sum::<usize>() as i64;
         let scores = Vec::try_from(self.data.get(&format!("step{step}.scores")).to_kind(Kind::Double)).unwrap();
-        Rows { queries, responses, masks: given.then_some(masks), scores }
+        Rows { queries, responses, masks: has_masks.then_some(masks), scores }
     }
 
     /// Start of each row's response in TRL's tensors, which are of whole sequences.
@@ -98,11 +99,11 @@ impl Variant {
     /// TRL's tensor in slots of the response, as ours are, 0 outside `mask`.
     fn slots(&self, step: usize, name: &str, mask: &Tensor) -> Tensor {
         let all: Vec<usize> = (0..ROWS).collect();
-        self.slots_of(step, self.data.get(&format!("step{step}.{name}")), &all, mask)
+        self.row_slots(step, self.data.get(&format!("step{step}.{name}")), &all, mask)
     }
 
     /// The same of a tensor that has these rows of the step.
-    fn slots_of(&self, step: usize, whole: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
+    fn row_slots(&self, step: usize, whole: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
         let (width, starts, responses) = (mask.size()[1], self.starts(step), self.rows(step).responses);
         let parts: Vec<Tensor> = (0i64..)
             .zip(rows)
@@ -117,8 +118,8 @@ impl Variant {
     /// The mini-batches of each pass of each step, in order.
     fn micros(&self, step: usize) -> Vec<(usize, Vec<usize>)> {
         let micros = self.info["micro"].as_array().unwrap().iter().enumerate();
-        let of_step = micros.filter(|(_, micro)| micro["step"] == step);
-        of_step
+        let step_micros = micros.filter(|(_, micro)| micro["step"] == step);
+        step_micros
             .map(|(at, _)| (at, self.ids(&format!("micro{at:02}.inds"))))
             .map(|(at, ids)| (at, ids.into_iter().map(|row| row as usize).collect()))
             .collect()
@@ -305,7 +306,7 @@ fn compare_mini_batches(variant: &Variant, e: &Experience, targets: &Targets) {
         for (name, found) in [("new_logprobs", &now.logprobs), ("vpreds", &now.values)] {
             let name = format!("micro{at:02}.{name}");
             let mask = &e.masks.response;
-            let expected = variant.slots_of(0, variant.data.get(&name), &rows, mask);
+            let expected = variant.row_slots(0, variant.data.get(&name), &rows, mask);
             let found = on_host(&keep(found, mask)).index_select(0, &index(&rows));
             assert_close(&format!("{}: {name}", variant.name()), &found, &expected, variant.tolerance(&name));
         }
@@ -387,13 +388,13 @@ fn compare_lists(variant: &Variant, step: usize, stats: &Stats) {
     };
     let kls = variant.slots(step, "kls", &mask).sum_dim_intlist(1i64, false, Kind::Float);
     assert_close(&what("kl_dist"), &list("objective/kl_dist"), &kls, 2e-4);
-    if let Some(theirs) = variant.data.names().find(|name| *name == format!("step{step}.stats.objective.kl_dist")) {
-        assert_close(theirs, &list("objective/kl_dist"), &variant.data.get(theirs).flatten(0, -1), 2e-4);
+    if let Some(name) = variant.data.names().find(|name| *name == format!("step{step}.stats.objective.kl_dist")) {
+        assert_close(name, &list("objective/kl_dist"), &variant.data.get(name).flatten(0, -1), 2e-4);
     }
     let advantages = variant.slots(step, "advantages", &mask);
-    let of_rows =
+    let row_advantages =
         |rows: &[usize]| advantages.index_select(0, &index(rows)).masked_select(&mask.index_select(0, &index(rows)));
-    let expected: Vec<Tensor> = variant.micros(step).iter().map(|(_, rows)| of_rows(rows)).collect();
+    let expected: Vec<Tensor> = variant.micros(step).iter().map(|(_, rows)| row_advantages(rows)).collect();
     assert_close(&what("advantages"), &list("ppo/policy/advantages"), &Tensor::cat(&expected, 0), 2e-4);
 }
 
@@ -422,7 +423,7 @@ fn compare_weights(variant: &Variant, trainer: &StepTrainer) {
         }
         compared += 1;
         let part = golden.part(&name);
-        let found = without_key_bias(&name, &part.of(&param.tensor), part.tensor);
+        let found = without_key_bias(&name, &part.select(&param.tensor), part.tensor);
         let mut tolerance = variant.tolerance(&format!("weights_after_step1.{name}"));
         if name.ends_with("c_attn.bias") {
             // Its floor is the key bias's, which is not compared. TRL's own queries and values differ from f64 by 1.8e-4.
@@ -442,7 +443,12 @@ fn compare_gradient(variant: &Variant, trainer: &StepTrainer, e: &Experience, ta
         let mut tensor = param.tensor.shallow_clone();
         let tolerance = variant.tolerance(&format!("grad0.{name}"));
         let part = golden.part(&name);
-        assert_close(&format!("{}: grad0.{name}", variant.name()), &part.of(&tensor.grad()), part.tensor, tolerance);
+        assert_close(
+            &format!("{}: grad0.{name}", variant.name()),
+            &part.select(&tensor.grad()),
+            part.tensor,
+            tolerance,
+        );
         tensor.zero_grad();
     }
 }
@@ -469,7 +475,7 @@ fn golden_runs_of_step_on_one_of_several_ranks() {
 }
 
 fn golden_runs() -> Vec<PathBuf> {
-    let dir = given_golden().join("trl_legacy");
+    let dir = chosen_golden().join("trl_legacy");
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&dir)
         .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
         .map(|entry| entry.unwrap().path())

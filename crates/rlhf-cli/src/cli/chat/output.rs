@@ -29,7 +29,7 @@ pub(super) fn hint_at_cut(most: usize) {
     hint(&format!("(cut at {most} tokens; --max_new_tokens sets the maximum)"));
 }
 
-/// Writes a line beside the responses.
+/// Writes a line that is not part of a response.
 pub(super) fn show_line(text: &str) -> Result<()> {
     write(&format!("{}\n", Stream::Out.paint(Colour::Dim, text)))
 }

@@ -99,7 +99,8 @@ impl Speaker {
         stop: &AtomicBool,
         each: &mut dyn FnMut(&Token) -> Result<()>,
     ) -> Result<(Vec<i64>, Option<FinishReason>)> {
-        let (mut tokens, mut finish) = (Vec::new(), None);
+        let mut tokens = Vec::new();
+        let mut finish = None;
         let mut shown: Result<()> = Ok(());
         let each = |token: &Token| {
             tokens.push(token.id);

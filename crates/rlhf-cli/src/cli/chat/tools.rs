@@ -32,7 +32,7 @@ pub(super) fn start(config: &ChatConfig) -> Result<Option<Arc<dyn Environment>>>
     Ok(environment)
 }
 
-/// Returns sessions of which each that fails is an event: the others go on. The reward of one that fails is not shown.
+/// Returns new sessions. A session that fails is an event, and the others go on; the reward of a failed session is not shown.
 fn new_sessions(environment: &Arc<dyn Environment>, number: usize) -> Result<Sessions> {
     Sessions::new(environment.clone(), number, Some(0.0))
 }
@@ -76,7 +76,8 @@ impl Tools {
     /// If a chat template cannot be used with tools; if the environment cannot begin.
     pub(super) fn new(config: &ChatConfig, environment: Arc<dyn Environment>, speakers: &[Speaker]) -> Result<Self> {
         let talk = |speaker: &Speaker| {
-            let (label, template) = (one_line(&speaker.label).into_owned(), ToolTemplate::new(&speaker.tokenizer)?);
+            let label = one_line(&speaker.label).into_owned();
+            let template = ToolTemplate::new(&speaker.tokenizer)?;
             Ok(Talk { label, template, opened: Opened::default(), messages: Vec::new(), is_open: false })
         };
         let talks = speakers.iter().map(talk).collect::<Result<Vec<_>>>()?;
@@ -89,7 +90,7 @@ impl Tools {
         Ok(tools)
     }
 
-    /// Opens the sessions of a conversation, after the end of the last one; all models' begin alike.
+    /// Opens the sessions of a conversation, after the end of the last one. The sessions of all models begin alike.
     ///
     /// # Errors
     /// If one of them cannot begin: then none does.
@@ -107,7 +108,8 @@ impl Tools {
             }
             for Event { row, outcome } in events? {
                 if let Outcome::Opened(opened) = outcome {
-                    (self.talks[row].opened, self.talks[row].is_open) = (opened, true);
+                    self.talks[row].opened = opened;
+                    self.talks[row].is_open = true;
                 }
             }
             if self.sessions.is_blocked() {
@@ -194,7 +196,7 @@ impl Tools {
     fn messages(&self, at: usize, message: &str) -> Vec<Value> {
         let talk = &self.talks[at];
         let begun = talk.opened.prompt.as_deref().filter(|_| talk.messages.is_empty()).unwrap_or_default();
-        // As in training: as it is, after the last message.
+        // As in training, the environment's text follows the last message unchanged.
         let user = said("user", &format!("{message}{begun}"));
         talk.messages.iter().cloned().chain([user]).collect()
     }
@@ -203,7 +205,7 @@ impl Tools {
     ///
     /// # Errors
     /// If there is none.
-    pub(super) fn open_ones(&self) -> Result<Vec<usize>> {
+    pub(super) fn open_talks(&self) -> Result<Vec<usize>> {
         let open: Vec<usize> = (0..self.talks.len()).filter(|&at| self.talks[at].is_open).collect();
         if open.is_empty() {
             return Err(Error::Run("the episode has ended: /reset starts a new conversation".into()));
@@ -224,7 +226,7 @@ impl Tools {
         talk.template.prompt(&messages, &talk.opened.tools)
     }
 
-    /// Lets a model respond to a message, which is the one of number `step`: turn after turn, until one has no calls.
+    /// Lets a model respond to a message, whose number is `step`: turn after turn, until one has no calls.
     pub(super) fn respond(
         &mut self,
         at: usize,
@@ -269,7 +271,7 @@ impl Tools {
         }
     }
 
-    /// Makes the calls of a turn, and shows them with their results. Returns the messages of these, and whether the episode is over.
+    /// Makes the calls of a turn, and shows them with their results. Returns the messages of the results, and whether the episode is over.
     fn call(&mut self, at: usize, turn: Turn, stop: &AtomicBool) -> Result<(Vec<Value>, bool)> {
         parts(&turn.message).iter().filter(|part| part.kind == Kind::Call).try_for_each(show_part)?;
         let (results, made) = Results::of(turn);

@@ -40,7 +40,7 @@ pub(super) struct Progress {
     /// Work up to it.
     work: Work,
     at: Instant,
-    /// Time of the last progress that no hanging process makes: the start, and what is written.
+    /// Time of the last progress that a hanging process cannot make: the start, or a write.
     sure_at: Instant,
     /// Whether CPU time is progress: a thread that waits for a GPU takes as much as one that computes.
     on_cpu: bool,
@@ -55,14 +55,16 @@ impl Progress {
 
     /// Returns whether the process has written, computed or waited for a disk within `idle`, and has written within `longest`.
     pub(super) fn continues(&mut self, pid: Pid, idle: Duration, longest: Duration) -> bool {
-        let (now, work) = (Instant::now(), Work::of(pid));
+        let now = Instant::now();
+        let work = Work::of(pid);
         let writes = work.written.saturating_sub(self.work.written) >= WRITES;
         let computes = self.on_cpu && work.computed.saturating_sub(self.work.computed) >= COMPUTES;
         if writes {
             self.sure_at = now;
         }
         if writes || computes || work.waits_for_disk {
-            (self.work, self.at) = (work, now);
+            self.work = work;
+            self.at = now;
         }
         now.duration_since(self.at) < idle && now.duration_since(self.sure_at) < longest
     }

@@ -22,11 +22,11 @@ use signal_hook::low_level::{emulate_default_handler, signal_name};
 
 use super::progress::Progress;
 
-/// Time that the other ranks have to notice a failed rank by themselves and to print their own error, before SIGTERM: longer than
-/// they look for the cause. A training run takes SIGTERM for a request to stop after its update.
+/// Time before SIGTERM in which the other ranks can notice a failed rank and print their own error: longer than they look for the cause.
+/// A training run takes SIGTERM for a request to stop after its update.
 const NOTICE: Duration = Duration::from_secs(4);
-/// Time after a failure at which SIGKILL ends the ranks that are left, but for a rank 0 that works: it saves the run once it notices the
-/// failure, at its next collective.
+/// Time after a failure at which SIGKILL ends the remaining ranks. A rank 0 that makes progress is spared: it saves the run once it
+/// notices the failure, at its next collective.
 const KILL: Duration = Duration::from_secs(10);
 /// Time without progress after which rank 0 is killed too: it may wait for a reward.
 const IDLE: Duration = Duration::from_secs(30);
@@ -103,7 +103,7 @@ pub(crate) fn end_with_launcher() {
     if parent_id() == launcher {
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
     }
-    // It may have ended before. A process that a rank started has another parent, and the launcher lives.
+    // The launcher may have ended before. A process that a rank started has another parent too, but then the launcher lives.
     let pid = i32::try_from(launcher).ok().and_then(Pid::from_raw);
     if parent_id() != launcher && pid.is_some_and(|pid| test_kill_process(pid).is_err()) {
         tch_ext::exit_at_once(1);
@@ -119,12 +119,13 @@ pub(super) struct Ranks {
     failures: Vec<(Instant, usize, ExitStatus)>,
     /// The exit code of ranks that ended on request.
     stopped: Option<u8>,
-    /// The signals to the launcher, as requests to stop, and the number of these.
+    /// Counts the signals to the launcher as requests to stop.
     requests: Requests,
+    /// Number of requests to stop so far.
     stops: usize,
     /// The signals that all ranks were sent.
     sent: Vec<i32>,
-    /// Signals for the ranks that still run then.
+    /// When SIGTERM and SIGKILL go to the ranks that still run.
     term_at: Option<Instant>,
     kill_at: Option<Instant>,
     /// Whether the ranks compute on the CPU.
@@ -143,8 +144,8 @@ pub(super) struct Ranks {
 type Named = Arc<Mutex<BTreeMap<usize, usize>>>;
 
 impl Ranks {
-    /// No rank yet, of a machine whose first one has this number.
-    fn of_machine(first_rank: usize, on_cpu: bool, output: Receiver<()>) -> Self {
+    /// No running rank yet, on a machine whose first rank is `first_rank`.
+    fn new(first_rank: usize, on_cpu: bool, output: Receiver<()>) -> Self {
         Self {
             first_rank,
             running: BTreeMap::new(),
@@ -169,7 +170,7 @@ impl Ranks {
     /// If a process cannot be started; the others are killed then.
     pub(super) fn start(start: &Start<'_>, events: &Sender<Event>) -> Result<Self> {
         let (written, output) = channel();
-        let mut ranks = Self::of_machine(start.first_rank, start.on_cpu, output);
+        let mut ranks = Self::new(start.first_rank, start.on_cpu, output);
         for local_rank in 0..start.local_ranks {
             let mut child = match start.command(local_rank).spawn() {
                 Ok(child) => child,
@@ -206,7 +207,7 @@ impl Ranks {
                 Err(_) => self.escalate(),
             }
         }
-        // The end of their output, unless a process that they started has it open still.
+        // Wait for the end of their output, unless a process that a rank started still has it open.
         let _ = self.output.recv_timeout(LAST_OUTPUT);
         self.end()
     }
@@ -228,7 +229,7 @@ impl Ranks {
             // The program ends as its main rank does.
             if rank == 0 && status.code().is_some() {
                 *stopped = code;
-                // It has saved the run; at the start the others may still look for it.
+                // Rank 0 has saved the run; ranks that are still starting may look for it.
                 if self.kill_at.is_none() {
                     (self.term_at, self.kill_at) = (Some(Instant::now() + NOTICE), Some(Instant::now() + KILL));
                 }
@@ -312,8 +313,9 @@ impl Ranks {
         }
     }
 
-    /// Returns the rank that failed first, and its status. Of failures at about the same time it is one that a signal killed. If its error names
-    /// another rank that has failed as the cause, it is that one: rank 0 serves the store, and ends after those that read its error.
+    /// Returns the rank that caused the failure, and its status: a rank that a signal killed at about the time of the first failure, or else
+    /// the rank that failed first. If the error of that rank names another failed rank as the cause, it is the named one: rank 0 serves the
+    /// store, so it ends after the ranks that read its error there.
     fn cause(&self) -> Option<(usize, ExitStatus)> {
         let first = self.failures.first()?.0;
         let together = self.failures.iter().take_while(|(at, ..)| *at <= first + SAME_CAUSE);
@@ -322,7 +324,7 @@ impl Ranks {
         if let Some(&(_, rank, status)) = killed {
             return Some((rank, status));
         }
-        let failed = |rank: usize| self.failures.iter().find(|(_, of, _)| *of == rank);
+        let failed = |rank: usize| self.failures.iter().find(|(_, failed_rank, _)| *failed_rank == rank);
         let (_, first, status) = *self.failures.first()?;
         let named = self.named.lock().unwrap_or_else(PoisonError::into_inner).get(&first).copied();
         let named = named.and_then(failed).map(|&(_, rank, status)| (rank, status));
@@ -331,7 +333,7 @@ impl Ranks {
 }
 
 impl Start<'_> {
-    /// Returns the words of this process before those of the ranks, a line each.
+    /// Returns the words of this command line before the command of the ranks, one per line.
     fn launched_by(&self) -> OsString {
         let words: Vec<OsString> = rlhf::terminal::words().into_iter().skip(1).collect();
         let end = words.iter().skip(1).position(|word| self.arguments.first() == Some(word)).map_or(1, |at| at + 1);
@@ -357,7 +359,7 @@ impl Start<'_> {
             command.env(name, number.to_string());
         }
         command.env("MASTER_ADDR", self.host).env(LAUNCHED_BY, self.launched_by());
-        // Of a launcher around this one.
+        // Variables of a launcher that started this one.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE").env_remove("TORCHELASTIC_RUN_ID");
         // A group of its own: Ctrl-C reaches the launcher alone, which passes each signal on once.
         command.process_group(0);
@@ -378,8 +380,8 @@ fn wait_for(local_rank: usize, mut child: Child, events: Sender<Event>) {
     });
 }
 
-/// Copies the lines of a rank to the launcher's own stream, marked with the rank, in a thread of its own, which has the end of `written`
-/// until then. Notes the rank that an error names.
+/// Copies the lines of a rank to the launcher's own stream, marked with the rank, in a new thread, which drops `written` at the end.
+/// Notes the rank that an error names.
 fn copy_lines(
     rank: usize,
     from: impl Read + Send + 'static,
@@ -440,7 +442,7 @@ mod tests {
 
     #[test]
     fn rank_0_of_all_machines_is_not_the_first_rank_of_another_one() {
-        let mut ranks = Ranks::of_machine(0, true, channel().1);
+        let mut ranks = Ranks::new(0, true, channel().1);
         assert_eq!(ranks.main_rank(), None);
         ranks.running.insert(0, Pid::INIT);
         assert_eq!(ranks.main_rank(), Some(Pid::INIT));
@@ -456,14 +458,15 @@ mod tests {
             [&b"error: no such file"[..], b"rank 0: x", b"error: ranks 1, 2 of 3"].map(rank_in_error),
             [None; 3]
         );
-        let mut ranks = Ranks::of_machine(0, true, channel().1);
-        let (now, exited) = (Instant::now(), ExitStatus::from_raw(1 << 8));
+        let mut ranks = Ranks::new(0, true, channel().1);
+        let now = Instant::now();
+        let exited = ExitStatus::from_raw(1 << 8);
         // Rank 0 waits until rank 1 has read its error.
         ranks.failures = vec![(now, 1, exited), (now + Duration::from_secs(2), 0, exited)];
         assert_eq!(ranks.cause().unwrap().0, 1);
         ranks.named.lock().unwrap().insert(1, 0);
         assert_eq!(ranks.cause().unwrap().0, 0);
-        // One that has not failed, as a rank of another machine, is in the error itself.
+        // A named rank that has not failed here, such as a rank of another machine, is only in the text of the error.
         ranks.named.lock().unwrap().insert(1, 3);
         assert_eq!(ranks.cause().unwrap().0, 1);
         // A rank that was killed has no words.

@@ -29,7 +29,7 @@ struct Open {
     head: HeadInit,
     schedule: Option<Schedule>,
     options: ModelOptions,
-    own_rows: bool,
+    rows_are_per_rank: bool,
 }
 
 /// The start of a value head that the model's folder does not have.
@@ -51,22 +51,26 @@ impl StepLoop {
     pub(in crate::session) fn open(params: &Params<'_>, reply: &mut Reply) -> Result<Self, Failure> {
         let open = Open::read(params)?;
         params.finish("open")?;
-        let (config, schedule, own_rows) = (open.config.clone(), open.schedule, open.own_rows);
+        let config = open.config.clone();
+        let schedule = open.schedule;
+        let rows_are_per_rank = open.rows_are_per_rank;
         let rate = Rc::new(Cell::new(config.learning_rate));
         let trainer = load(Open { schedule: None, ..open })?;
-        let (of_step, peak) = (Rc::clone(&rate), config.learning_rate);
+        let step_rate = Rc::clone(&rate);
+        let peak = config.learning_rate;
         let trainer = match schedule {
             Some(Schedule { settings, steps }) => trainer.with_schedule(move |step| {
-                of_step.set(learning_rate(peak, &settings, step, steps));
-                of_step.get()
+                step_rate.set(learning_rate(peak, &settings, step, steps));
+                step_rate.get()
             }),
-            None => trainer.with_schedule(move |_| of_step.get()),
+            None => trainer.with_schedule(move |_| step_rate.get()),
         };
-        let (orders, seed) = (Orders::default(), config.seed);
-        let next = Rc::clone(&orders);
+        let orders = Orders::default();
+        let seed = config.seed;
+        let next_orders = Rc::clone(&orders);
         let trainer = trainer.with_order(move |pass, rows| {
             let drawn = || Stream::new(seed, Purpose::MiniBatches, pass, 0).permutation(rows);
-            next.borrow_mut().pop_front().unwrap_or_else(drawn)
+            next_orders.borrow_mut().pop_front().unwrap_or_else(drawn)
         });
         let model = trainer.learner.policy.config();
         reply.set("vocab_size", model.vocab_size);
@@ -75,54 +79,55 @@ impl StepLoop {
         reply.set("is_peft_model", trainer.learner.policy.has_adapter());
         reply.set("eos_token_ids", json!(trainer.tokenizer.eos_ids()));
         reply.set("device", format!("{:?}", trainer.learner.policy.device()).to_lowercase());
-        Ok(Self { trainer, rate, orders, own_rows, last: Stats::default() })
+        Ok(Self { trainer, rate, orders, rows_are_per_rank, last: Stats::default() })
     }
 }
 
 impl Open {
     fn read(params: &Params<'_>) -> Result<Self, Failure> {
-        let given = params.map("config")?.cloned().unwrap_or_default();
-        let mut config = config_of(&given)?;
+        let settings = params.map("config")?.cloned().unwrap_or_default();
+        let mut config = read_config(&settings)?;
         if let Some(model) = params.path("model")? {
             config.model_name = model;
         }
-        let adapter = params.map("peft_config")?.map(adapter_of).transpose()?;
-        config.optimizer = optimizer_of(params.map("optimizer")?)?;
-        check(&config, &given)?;
+        let adapter = params.map("peft_config")?.map(read_adapter).transpose()?;
+        config.optimizer = read_optimizer(params.map("optimizer")?)?;
+        check(&config, &settings)?;
         let schedule = match params.map("schedule")? {
-            Some(of) => Some(schedule_of(of, config.learning_rate)?),
+            Some(values) => Some(read_schedule(values, config.learning_rate)?),
             None => None,
         };
-        let own_rows = match params.text("rows")?.unwrap_or("all") {
+        let rows_are_per_rank = match params.text("rows")?.unwrap_or("all") {
             "all" => false,
             "own" => true,
             other => return Err(Failure::usage("rows", format!("rows: expected all or own, found {other}"))),
         };
         let std = params.number("value_head_std")?;
         let head = std.map_or(HeadInit::Torch, HeadInit::Normal);
-        let options = options_of(params, adapter.is_some())?;
-        let (reference, tokenizer) = (params.path("ref_model")?, params.path("tokenizer")?);
-        Ok(Self { config, reference, tokenizer, adapter, head, schedule, options, own_rows })
+        let options = read_options(params, adapter.is_some())?;
+        let reference = params.path("ref_model")?;
+        let tokenizer = params.path("tokenizer")?;
+        Ok(Self { config, reference, tokenizer, adapter, head, schedule, options, rows_are_per_rank })
     }
 }
 
 fn load(open: Open) -> Result<StepTrainer, Failure> {
     let Open { config, reference, tokenizer, adapter, head, options, .. } = open;
-    let dir = hub::model_dir(&config.model_name, None).map_err(|e| Failure::from(e).of_setting("model"))?;
-    let of_tokenizer = match &tokenizer {
-        Some(name) => hub::tokenizer_dir(name, None).map_err(|e| Failure::from(e).of_setting("tokenizer"))?,
+    let dir = hub::model_dir(&config.model_name, None).map_err(|e| Failure::from(e).for_setting("model"))?;
+    let tokenizer_dir = match &tokenizer {
+        Some(name) => hub::tokenizer_dir(name, None).map_err(|e| Failure::from(e).for_setting("tokenizer"))?,
         None => dir.clone(),
     };
-    let tokenizer = Tokenizer::from_pretrained(&of_tokenizer)?;
+    let tokenizer = Tokenizer::from_pretrained(&tokenizer_dir)?;
     let mut policy = CausalLm::from_pretrained(&dir, options)?;
     if adapter.is_some() || config.optimizer.optim == Optim::AdamwBf16 {
         policy.prepare(config.optimizer.optim.trains(adapter.is_some()))?;
     }
     if let Some(adapter) = &adapter {
-        policy.add_adapter(adapter, config.seed).map_err(|e| Failure::from(e).of_setting("peft_config"))?;
+        policy.add_adapter(adapter, config.seed).map_err(|e| Failure::from(e).for_setting("peft_config"))?;
     }
     tokenizer.check_fits(policy.config(), &dir)?;
-    let reference = reference.map(|name| reference_of(&name, options)).transpose()?;
+    let reference = reference.map(|name| load_reference(&name, options)).transpose()?;
     let model = CausalLmWithValueHead::found_in(&dir, policy, config.seed)?;
     if let (HeadInit::Normal(std), true) = (head, model.head().is_fresh()) {
         draw_head(&model, std, config.seed);
@@ -130,8 +135,8 @@ fn load(open: Open) -> Result<StepTrainer, Failure> {
     Ok(StepTrainer::new(config, model, reference, tokenizer)?)
 }
 
-fn reference_of(name: &Path, options: ModelOptions) -> Result<CausalLm, Failure> {
-    let dir = hub::model_dir(name, None).map_err(|e| Failure::from(e).of_setting("ref_model"))?;
+fn load_reference(name: &Path, options: ModelOptions) -> Result<CausalLm, Failure> {
+    let dir = hub::model_dir(name, None).map_err(|e| Failure::from(e).for_setting("ref_model"))?;
     let mut reference = CausalLm::from_pretrained(&dir, ModelOptions { quantization: None, ..options })?;
     reference.merge_adapter();
     Ok(reference)
@@ -155,9 +160,9 @@ fn draw_head(model: &CausalLmWithValueHead, std: f64, seed: u64) {
     }
 }
 
-/// TRL's settings. Each is read by itself, so that an error has its name.
-fn config_of(given: &Map<String, Value>) -> Result<StepConfig, Failure> {
-    for (name, value) in given {
+/// Reads TRL's settings. Each is first read by itself, so that an error names it.
+fn read_config(settings: &Map<String, Value>) -> Result<StepConfig, Failure> {
+    for (name, value) in settings {
         let alone = Map::from_iter([(name.clone(), value.clone())]);
         if let Err(error) = serde_json::from_value::<StepConfig>(alone.into()) {
             let unknown = error.to_string().starts_with("unknown field");
@@ -169,41 +174,41 @@ fn config_of(given: &Map<String, Value>) -> Result<StepConfig, Failure> {
             return Err(Failure::usage(name, message));
         }
     }
-    serde_json::from_value(given.clone().into()).map_err(|error| Failure::usage("config", error.to_string()))
+    serde_json::from_value(settings.clone().into()).map_err(|error| Failure::usage("config", error.to_string()))
 }
 
-/// Checks all settings together; the setting of an error is the one without which there is none.
-fn check(config: &StepConfig, given: &Map<String, Value>) -> Result<(), Failure> {
+/// Checks all settings together. An error is reported for the first setting whose removal leaves no error.
+fn check(config: &StepConfig, settings: &Map<String, Value>) -> Result<(), Failure> {
     let Err(error) = config.check() else { return Ok(()) };
     let is_culprit = |name: &&String| {
-        let mut others = given.clone();
+        let mut others = settings.clone();
         others.remove(*name);
         let others = serde_json::from_value::<StepConfig>(others.into());
         others.is_ok_and(|others| StepConfig { optimizer: config.optimizer.clone(), ..others }.check().is_ok())
     };
     let failure = Failure::from(error);
-    Err(match given.keys().find(is_culprit) {
-        Some(name) => failure.of_setting(name),
+    Err(match settings.keys().find(is_culprit) {
+        Some(name) => failure.for_setting(name),
         None => failure,
     })
 }
 
-/// Parameters of an object, all of which `read` must read.
+/// Reads the parameters of an object with `read`, which must read all of them.
 fn object<T>(
     name: &str,
     values: &Map<String, Value>,
     read: impl FnOnce(&Params<'_>) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
     let params = Params::new(values, &[]);
-    let found = read(&params)?;
+    let value = read(&params)?;
     params.finish(name)?;
-    Ok(found)
+    Ok(value)
 }
 
-/// An adapter, by the names of PEFT's LoraConfig.
-fn adapter_of(values: &Map<String, Value>) -> Result<LoraConfig, Failure> {
+/// Reads an adapter, by the names of PEFT's LoraConfig.
+fn read_adapter(values: &Map<String, Value>) -> Result<LoraConfig, Failure> {
     object("peft_config", values, |params| {
-        let usual = LoraConfig { r: 8, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() };
+        let defaults = LoraConfig { r: 8, alpha: 8.0, dropout: 0.0, ..LoraConfig::default() };
         let targets = match values.get("target_modules") {
             Some(Value::String(_)) => params.text("target_modules")?.map(|name| vec![name.to_string()]),
             _ => params.texts("target_modules")?,
@@ -212,8 +217,8 @@ fn adapter_of(values: &Map<String, Value>) -> Result<LoraConfig, Failure> {
         params.number("lora_dropout")?;
         let layers = params.ids("layers_to_transform")?.unwrap_or_default();
         Ok(LoraConfig {
-            r: params.count("r")?.unwrap_or(usual.r),
-            alpha: params.number("lora_alpha")?.unwrap_or(usual.alpha),
+            r: params.count("r")?.unwrap_or(defaults.r),
+            alpha: params.number("lora_alpha")?.unwrap_or(defaults.alpha),
             target_modules: targets,
             use_rslora: params.flag("use_rslora")?.unwrap_or(false),
             use_dora: params.flag("use_dora")?.unwrap_or(false),
@@ -222,7 +227,7 @@ fn adapter_of(values: &Map<String, Value>) -> Result<LoraConfig, Failure> {
             layers_to_transform: layers.into_iter().map(|layer| usize::try_from(layer).unwrap_or(usize::MAX)).collect(),
             rank_pattern: pattern(params, "rank_pattern", |value| value.as_u64().map(|r| r as usize))?,
             alpha_pattern: pattern(params, "alpha_pattern", Value::as_f64)?,
-            ..usual
+            ..defaults
         })
     })
 }
@@ -240,27 +245,27 @@ fn pattern<'a, T>(
     params.map(name)?.map_or(Ok(Vec::new()), |layers| layers.iter().map(read).collect())
 }
 
-/// The optimizer; without settings torch's Adam with its defaults.
-fn optimizer_of(values: Option<&Map<String, Value>>) -> Result<OptimizerConfig, Failure> {
-    let usual = StepConfig::default().optimizer;
-    let Some(values) = values else { return Ok(usual) };
+/// Reads the optimizer; without settings it is torch's Adam with its defaults.
+fn read_optimizer(values: Option<&Map<String, Value>>) -> Result<OptimizerConfig, Failure> {
+    let defaults = StepConfig::default().optimizer;
+    let Some(values) = values else { return Ok(defaults) };
     object("optimizer", values, |params| {
-        let optim = params.choice("optim")?.unwrap_or(usual.optim);
+        let optim = params.choice("optim")?.unwrap_or(defaults.optim);
         Ok(OptimizerConfig {
             optim,
-            adam_beta1: params.number("adam_beta1")?.unwrap_or(usual.adam_beta1),
-            adam_beta2: params.number("adam_beta2")?.unwrap_or(usual.adam_beta2),
-            adam_epsilon: params.number("adam_epsilon")?.unwrap_or(usual.adam_epsilon),
-            weight_decay: params.number("weight_decay")?.unwrap_or(usual.weight_decay),
-            ..usual
+            adam_beta1: params.number("adam_beta1")?.unwrap_or(defaults.adam_beta1),
+            adam_beta2: params.number("adam_beta2")?.unwrap_or(defaults.adam_beta2),
+            adam_epsilon: params.number("adam_epsilon")?.unwrap_or(defaults.adam_epsilon),
+            weight_decay: params.number("weight_decay")?.unwrap_or(defaults.weight_decay),
+            ..defaults
         })
     })
 }
 
-/// A schedule of the learning rate, by transformers' names.
-fn schedule_of(values: &Map<String, Value>, peak: f64) -> Result<Schedule, Failure> {
+/// Reads a schedule of the learning rate, by transformers' names.
+fn read_schedule(values: &Map<String, Value>, peak: f64) -> Result<Schedule, Failure> {
     object("schedule", values, |params| {
-        let usual = StepConfig::default().optimizer;
+        let defaults = StepConfig::default().optimizer;
         let schedule = params.needed("lr_scheduler_type", Params::choice::<LrSchedulerType>)?;
         let steps = params.count("steps")?;
         if steps.is_none() && schedule.falls() {
@@ -273,20 +278,20 @@ fn schedule_of(values: &Map<String, Value>, peak: f64) -> Result<Schedule, Failu
             lr_scheduler_type: schedule,
             warmup_steps: params.count("warmup_steps")?.unwrap_or(0),
             num_cycles: params.number("num_cycles")?,
-            power: params.number("power")?.unwrap_or(usual.power),
+            power: params.number("power")?.unwrap_or(defaults.power),
             lr_end: params.number("lr_end")?,
             num_decay_steps: params.count("num_decay_steps")?,
-            ..usual
+            ..defaults
         };
-        check_learning(peak, &settings, None).map_err(|e| Failure::from(e).of_setting("schedule"))?;
+        check_learning(peak, &settings, None).map_err(|e| Failure::from(e).for_setting("schedule"))?;
         Ok(Schedule { settings, steps: steps.unwrap_or(1) })
     })
 }
 
-/// Device, dtype and precision of the models.
-fn options_of(params: &Params<'_>, has_adapter: bool) -> Result<ModelOptions, Failure> {
+/// Reads device, dtype and precision of the models.
+fn read_options(params: &Params<'_>, has_adapter: bool) -> Result<ModelOptions, Failure> {
     let threads = params.count("num_threads")?;
-    check_threads(threads).map_err(|e| Failure::from(e).of_setting("num_threads"))?;
+    check_threads(threads).map_err(|e| Failure::from(e).for_setting("num_threads"))?;
     use_threads(threads);
     let device = match params.text("device")? {
         Some(name) => Device::read(name).ok_or_else(|| {
@@ -294,8 +299,8 @@ fn options_of(params: &Params<'_>, has_adapter: bool) -> Result<ModelOptions, Fa
         })?,
         None => Device::Auto,
     };
-    let usual = if has_adapter { Dtype::Auto } else { Dtype::Float32 };
-    let dtype = params.choice("dtype")?.unwrap_or(usual);
+    let default_dtype = if has_adapter { Dtype::Auto } else { Dtype::Float32 };
+    let dtype = params.choice("dtype")?.unwrap_or(default_dtype);
     let precision = if params.flag("bf16")?.unwrap_or(false) { Precision::Bf16 } else { Precision::F32 };
     let quantization = QuantizationConfig {
         load_in_4bit: params.flag("load_in_4bit")?.unwrap_or(false),
