@@ -385,7 +385,7 @@ impl CausalLm {
         let targets = Targets::new(&self.head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
         let hidden = self.hidden_at(batch, -1)?;
-        Ok(self.head.logprobs_of(&hidden.states, &targets))
+        Ok(self.head.token_logprobs(&hidden.states, &targets))
     }
 
     /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
@@ -486,7 +486,7 @@ impl CausalLm {
     fn compared<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, teacher: TeacherRows<'_>) -> Result<(Tensor, Tensor)> {
         let pairs = batch.sequences.iter().zip(batch.spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
-        let states = teacher.of.states_of(teacher.rows, batch.spans)?;
+        let states = teacher.of.hidden_states(teacher.rows, batch.spans)?;
         teacher.of.check_ids(&ids, self.config().vocab_size)?;
         Ok((on_device(&ids, self.device()), states))
     }
@@ -582,7 +582,7 @@ impl CausalLm {
         capacity: impl FnOnce(usize) -> usize,
         ends: StopCheck<'_>,
     ) -> Result<(KvCache, Tensor)> {
-        let layout = self.body.layout_of_prompts(prompts)?;
+        let layout = self.body.prompt_layout(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);

@@ -187,7 +187,7 @@ impl<'a> ForeignHead<'a> {
         let saved = if self.is_summary() { weight } else { SCORE_HEADS[0] };
         let mut tensor = |stored: &str, saved: &str| {
             builder.allow(stored);
-            builder.given(saved.into(), |device, kind| checkpoint.read(stored, device, kind))
+            builder.read_with(saved.into(), |device, kind| checkpoint.read(stored, device, kind))
         };
         let weight = tensor(weight, saved)?;
         let bias = bias.map(|bias| tensor(bias, bias)).transpose()?;

@@ -64,7 +64,7 @@ impl Mlp {
         let stds = [shape.initializer_range, residual_std];
         if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
             && experts.layers[i]
-            && !found.are_beside()
+            && !found.are_parallel()
         {
             if let Some(gate) = experts.clamped {
                 let with = (experts, gate);

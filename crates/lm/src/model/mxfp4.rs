@@ -17,19 +17,19 @@ const BIAS: i64 = 127;
 const BLOCK: i64 = 16;
 
 /// The names of the codes and exponents of the weight `name`.
-pub(super) fn parts_of(name: &str) -> [String; 2] {
+pub(super) fn part_names(name: &str) -> [String; 2] {
     ENDS.map(|end| format!("{name}{end}"))
 }
 
 /// Whether the checkpoint has the codes of the weight `name`.
 pub(super) fn is_in(checkpoint: &Checkpoint, name: &str) -> bool {
-    let [blocks, scales] = parts_of(name);
+    let [blocks, scales] = part_names(name);
     checkpoint.holds_codes(&blocks) && checkpoint.holds_codes(&scales)
 }
 
 /// The shape `[experts, in, out]` of the weight `name`, of which the checkpoint has codes `[experts, out, blocks, 16]`.
 pub(super) fn shape_of(checkpoint: &Checkpoint, name: &str) -> Option<Vec<i64>> {
-    let [blocks, scales] = parts_of(name).map(|name| checkpoint.shape(&name));
+    let [blocks, scales] = part_names(name).map(|name| checkpoint.shape(&name));
     match blocks?.as_slice() {
         &[experts, width_out, count, BLOCK] if scales? == [experts, width_out, count] => {
             Some(vec![experts, count.checked_mul(2 * BLOCK)?, width_out])
@@ -43,7 +43,7 @@ pub(super) fn shape_of(checkpoint: &Checkpoint, name: &str) -> Option<Vec<i64>> 
 /// # Errors
 /// If the files cannot be read; if a number is not finite.
 pub(super) fn read(checkpoint: &Checkpoint, name: &str, shape: &[i64], to: (Device, Kind)) -> Result<Tensor> {
-    let [codes, exponents] = parts_of(name);
+    let [codes, exponents] = part_names(name);
     let [codes, exponents] =
         [checkpoint.read_stored(&codes, Device::Cpu)?, checkpoint.read_stored(&exponents, Device::Cpu)?];
     let &[experts, width_in, width_out] = shape else { unreachable!("the shape was compared") };
@@ -59,7 +59,7 @@ pub(super) fn read(checkpoint: &Checkpoint, name: &str, shape: &[i64], to: (Devi
         let scaled = scaled.to_kind(to.1);
         if let Some(number) = not_finite(&scaled) {
             let message = format!("tensor `{}`: expected finite numbers, found {number}", brief(name));
-            return Err(Error::invalid(checkpoint.path_of(&parts_of(name)[1]), message));
+            return Err(Error::invalid(checkpoint.path_of(&part_names(name)[1]), message));
         }
         whole.get(expert).copy_(&scaled.tr());
     }

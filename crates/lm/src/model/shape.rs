@@ -276,7 +276,7 @@ pub struct LayerShape {
     /// Number of key and value heads.
     pub kv_heads: i64,
     /// The earlier layer whose keys and values this one has; `None`: its own.
-    pub keys_of: Option<usize>,
+    pub keys_from: Option<usize>,
     /// Whether values are the projections of the keys.
     pub values_are_keys: bool,
     /// Width inside the MLP.
@@ -549,7 +549,7 @@ impl Shape {
         self.layer_shapes.get(i).copied().unwrap_or(LayerShape {
             head_dim: self.head_dim,
             kv_heads: self.num_key_value_heads,
-            keys_of: None,
+            keys_from: None,
             values_are_keys: false,
             intermediate_size: self.intermediate_size,
         })
@@ -557,7 +557,7 @@ impl Shape {
 
     /// Whether a later layer has the keys and values of layer `i`.
     pub(super) fn is_source_of_keys(&self, i: usize) -> bool {
-        self.layer_shapes.iter().any(|layer| layer.keys_of == Some(i))
+        self.layer_shapes.iter().any(|layer| layer.keys_from == Some(i))
     }
 
     /// Widths of the queries, and of the keys, of a layer: the mean of all.
@@ -634,7 +634,7 @@ impl Shape {
     }
 
     /// The shape of the encoder's stack; `None` if there is one stack.
-    pub(super) fn of_encoder(&self) -> Option<Self> {
+    pub(super) fn encoder_shape(&self) -> Option<Self> {
         let num_hidden_layers = self.encoder_layers?;
         let (windows, layer_ropes) = (vec![None; num_hidden_layers as usize], vec![None; num_hidden_layers as usize]);
         let mixes = vec![false; num_hidden_layers as usize];
@@ -858,7 +858,7 @@ pub enum Stacking {
     /// too (gpt-oss).
     InOut,
     /// `[experts, out, in]`, the gate and then the up projection, beside the layer's own MLP (Gemma 4).
-    Beside {
+    Parallel {
         /// Factors of the router's input, by column, and of the weights, by expert.
         scales: [&'static str; 2],
         /// Norms of the MLP's output, of the experts' input and of their output.
@@ -875,14 +875,14 @@ impl ExpertNames {
     }
 
     /// Whether layers with experts have an MLP as others have it, and a router that is a linear layer in transformers too.
-    pub fn are_beside(&self) -> bool {
-        matches!(self.stacking, Some(Stacking::Beside { .. }))
+    pub fn are_parallel(&self) -> bool {
+        matches!(self.stacking, Some(Stacking::Parallel { .. }))
     }
 
     /// Whether the layer or tensor of this name is part of an MLP, with experts or without, where those get no adapters: in models whose
     /// MLPs have experts in their place.
     pub fn has(&self, layer: &str) -> bool {
-        if self.are_beside() {
+        if self.are_parallel() {
             return self.is_stack(layer);
         }
         let module = self.router.split('.').next();
@@ -891,7 +891,7 @@ impl ExpertNames {
 
     /// Whether the linear layer of this name is a router or part of an expert.
     fn routes(&self, layer: &str) -> bool {
-        if self.are_beside() {
+        if self.are_parallel() {
             return false;
         }
         let module = layer.rsplit_once('.').map_or("", |(module, _)| module);

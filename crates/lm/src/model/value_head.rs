@@ -200,7 +200,7 @@ impl ValueHead {
         let (joint, targets) = Self::joint(lm, batch, options)?;
         let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans).with_prompts(batch.prompt_lens), 0)?;
         let values = self.values_of(&hidden.states.index_select(0, &joint.values));
-        Ok((lm.head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
+        Ok((lm.head.token_logprobs(&hidden.states.index_select(0, &joint.tokens), &targets), values))
     }
 
     /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
@@ -345,7 +345,7 @@ fn build_head(b: &mut Builder<'_>, shape: &Shape, init: ValueHeadInit<'_>) -> Re
                 let message = format!("tensor `{stored}`: expected {:?}, found {found:?}", [1, width]);
                 return Err(Error::invalid(dir, message));
             }
-            let weight = b.given(names[0].clone(), |device, kind| reward.read(stored, device, kind))?;
+            let weight = b.read_with(names[0].clone(), |device, kind| reward.read(stored, device, kind))?;
             (weight, Some(b.zeros(format!("{}.bias", HEADS[0]), &[1])?))
         }
     };

@@ -35,7 +35,7 @@ pub(super) const GEMMA4: Family = Family {
             out: "down_proj",
             shared: None,
             bias: None,
-            stacking: Some(Stacking::Beside {
+            stacking: Some(Stacking::Parallel {
                 scales: ["router.scale", "router.per_expert_scale"],
                 norms: ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"],
             }),
@@ -185,7 +185,7 @@ fn layer_shapes(f: &Fields<'_>, shape: &Shape, is_local: &[bool]) -> Result<Vec<
         Ok(LayerShape {
             head_dim,
             kv_heads,
-            keys_of: (i >= own).then_some(source),
+            keys_from: (i >= own).then_some(source),
             values_are_keys: values_are_keys && !is_local[i],
             intermediate_size: shape.intermediate_size * factor,
         })
