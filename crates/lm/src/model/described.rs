@@ -266,7 +266,7 @@ impl ModelSizes {
     /// # Errors
     /// None for a configuration that was read.
     pub fn of_classifier(config: ModelConfig, kind: Kind, new_head: bool) -> Result<Self> {
-        let config = config.of_classifier();
+        let config = config.into_classifier();
         let mut builder = Builder::new(Source::Shapes(kind), &config.family.names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
         let labels = if new_head || config.labels.is_empty() { 1 } else { config.labels.len() };

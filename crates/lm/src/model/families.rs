@@ -408,7 +408,7 @@ fn t5_form(family: &Family, gated: bool, classifier: bool) -> &'static Family {
 }
 
 /// The form of `family` whose names are those of its classifiers.
-pub(super) fn of_classifiers(family: &'static Family) -> &'static Family {
+pub(super) fn classifier_family(family: &'static Family) -> &'static Family {
     match family.name {
         "t5" | "mt5" => t5_form(family, matches!(family.names.mlp_in, MlpIn::Gated(_)), true),
         _ => family,
@@ -431,7 +431,7 @@ pub(super) fn embedding_copies(shape: &Shape) -> &'static [&'static str] {
 }
 
 /// The pad id that positions are counted from; a saved file with another one would shift them.
-pub(super) fn pad_of_positions(shape: &Shape) -> Option<i64> {
+pub(super) fn position_pad(shape: &Shape) -> Option<i64> {
     (shape.family.name == "roberta").then(|| shape.position_offset - 1)
 }
 
