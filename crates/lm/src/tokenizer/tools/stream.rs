@@ -46,9 +46,9 @@ impl Place {
 }
 
 impl<'t> TurnStream<'t> {
-    /// A turn with a `beginning`, of which the last `own` bytes are returned too.
-    pub(super) fn new(template: &'t ToolTemplate, tools: &'t [Value], beginning: String, own: usize) -> Self {
-        let mut begun = beginning.len().saturating_sub(own);
+    /// A turn with a `beginning`, of which the last `shown` bytes are returned too.
+    pub(super) fn new(template: &'t ToolTemplate, tools: &'t [Value], beginning: String, shown: usize) -> Self {
+        let mut begun = beginning.len().saturating_sub(shown);
         while !beginning.is_char_boundary(begun) {
             begun -= 1;
         }
