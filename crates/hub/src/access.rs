@@ -43,9 +43,9 @@ impl Hub {
         };
         let status = response.status().as_u16();
         let text = response.body_mut().with_config().limit(LONGEST).read_to_string().unwrap_or_default();
-        let found: Value = serde_json::from_str(&text).unwrap_or_default();
+        let json: Value = serde_json::from_str(&text).unwrap_or_default();
         Ok(match (status, &self.token) {
-            (200, Some(_)) => match found["name"].as_str() {
+            (200, Some(_)) => match json["name"].as_str() {
                 Some(name) => Access::Account(self.without_token(name)),
                 None => Access::NoHub(status),
             },

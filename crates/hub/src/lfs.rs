@@ -104,9 +104,9 @@ fn instructions(client: &Client, revision: &str, files: &[&LocalFile]) -> Result
         if let Some(error) = object.get("error").filter(|error| !error.is_null()) {
             return Err(refused(client, file, error));
         }
-        let found = object.get("actions").filter(|actions| !actions.is_null());
-        if let Some(upload) = found.map(|actions| &actions["upload"]).filter(|upload| !upload.is_null()) {
-            let verify = found.map(|actions| &actions["verify"]).filter(|verify| !verify.is_null());
+        let present = object.get("actions").filter(|actions| !actions.is_null());
+        if let Some(upload) = present.map(|actions| &actions["upload"]).filter(|upload| !upload.is_null()) {
+            let verify = present.map(|actions| &actions["verify"]).filter(|verify| !verify.is_null());
             let action = Action {
                 url: client.address(&upload["href"])?,
                 parts: parts(client, file, &upload["header"])?,

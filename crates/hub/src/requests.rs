@@ -98,8 +98,8 @@ impl Client {
     ///
     /// # Errors
     /// If it is not an address.
-    pub(super) fn address(&self, found: &Value) -> Result<String, Failure> {
-        match found.as_str().filter(|url| url.starts_with("https://") || url.starts_with("http://")) {
+    pub(super) fn address(&self, value: &Value) -> Result<String, Failure> {
+        match value.as_str().filter(|url| url.starts_with("https://") || url.starts_with("http://")) {
             Some(url) => match url.strip_prefix(HUGGING_FACE).filter(|rest| rest.starts_with('/')) {
                 Some(rest) => Ok(format!("{}{rest}", self.hub.endpoint)),
                 None => Ok(url.to_string()),
@@ -202,12 +202,12 @@ impl Client {
 
     /// The server's own words for an error, as `huggingface_hub` finds them.
     fn words(&self, headers: &HeaderMap, text: &str, json: &Value) -> String {
-        let of_header = headers.get("x-error-message").and_then(|words| words.to_str().ok());
+        let in_header = headers.get("x-error-message").and_then(|words| words.to_str().ok());
         let several = json["errors"].as_array().into_iter().flatten().filter_map(|error| error["message"].as_str());
         let listed = json["error"].as_array().into_iter().flatten().filter_map(Value::as_str);
         let single =
             [&json["error"], &json["error"]["message"], &json["message"]].into_iter().filter_map(Value::as_str);
-        let mut words: Vec<&str> = of_header.into_iter().chain(single).chain(listed).chain(several).collect();
+        let mut words: Vec<&str> = in_header.into_iter().chain(single).chain(listed).chain(several).collect();
         if words.is_empty() && json.is_null() && !text.trim_start().starts_with('<') {
             words.push(text.trim());
         }

@@ -107,9 +107,9 @@ impl Parser {
 
     /// Skips `sign` if it is next.
     fn skip(&mut self, sign: &str) -> bool {
-        let found = self.sign() == Some(sign);
-        self.at += usize::from(found);
-        found
+        let is_next = self.sign() == Some(sign);
+        self.at += usize::from(is_next);
+        is_next
     }
 
     fn expect(&mut self, sign: &str) -> Parsed<()> {

@@ -145,9 +145,9 @@ mod tests {
     fn resident(tensor: &Tensor) -> usize {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let start = format!("{:x}-", tensor.data_ptr() as usize);
-        let own = maps.lines().skip_while(|line| !line.starts_with(&start));
-        let found = own.filter_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok()).next();
-        found.unwrap_or_else(|| panic!("no mapping at {start}"))
+        let lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let size = lines.filter_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok()).next();
+        size.unwrap_or_else(|| panic!("no mapping at {start}"))
     }
 
     #[test]

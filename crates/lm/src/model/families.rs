@@ -1018,12 +1018,12 @@ fn mixing_layers(f: &Fields<'_>, layers: i64, mixing: &str, default: impl Fn(i64
     let wrong = || f.wrong("layer_types", &format!("{layers} names, each full_attention or {mixing}"));
     let Some(list) = f.present("layer_types") else { return Ok((0..layers).map(default).collect()) };
     let list = list.as_array().filter(|list| list.len() as i64 == layers).ok_or_else(wrong)?;
-    let of = |kind: &serde_json::Value| match kind.as_str() {
+    let is_mixing = |kind: &serde_json::Value| match kind.as_str() {
         Some("full_attention") => Ok(false),
         Some(kind) if kind == mixing => Ok(true),
         _ => Err(wrong()),
     };
-    list.iter().map(of).collect()
+    list.iter().map(is_mixing).collect()
 }
 
 /// The shape shared by LFM2 and its models with experts.

@@ -10,7 +10,7 @@ const ENDS: [&str; 2] = ["_blocks", "_scales"];
 /// The values of the codes.
 const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// Exponents are stored plus this.
+/// Added to exponents when they are stored.
 const BIAS: i64 = 127;
 
 /// Bytes of a block, with two codes each.
@@ -49,7 +49,7 @@ pub(super) fn read(checkpoint: &Checkpoint, name: &str, shape: &[i64], to: (Devi
     let &[experts, width_in, width_out] = shape else { unreachable!("the shape was compared") };
     let whole = Tensor::f_empty(shape, (to.1, to.0))?;
     let table = Tensor::from_slice(&VALUES);
-    // Of one expert at a time: the values in f32 take eight times the memory of the codes.
+    // One expert at a time: the values in f32 take eight times the memory of the codes.
     for expert in 0..experts {
         let codes = codes.get(expert).to_kind(Kind::Uint8).view([-1]);
         let both = Tensor::stack(&[codes.bitwise_and(15), codes.bitwise_right_shift_tensor_scalar(4)], -1);

@@ -131,8 +131,8 @@ impl<H: ModelHead> PretrainedModel<H> {
     /// bit for bit. Norms, embeddings, trainable weights and weights shared with another model stay as they are, and so does the head of
     /// a classifier, whose product is always computed in f32. The model is saved with the rounded weights.
     pub fn hold_as_computed(&mut self) {
-        let own_head = !self.body.config.tie_word_embeddings;
-        self.body.hold_as_computed(self.head.linear_mut().filter(|_| own_head));
+        let is_untied = !self.body.config.tie_word_embeddings;
+        self.body.hold_as_computed(self.head.linear_mut().filter(|_| is_untied));
     }
 
     /// Holds matrices and embeddings of at least 4096 elements in bf16, also while they are trained by

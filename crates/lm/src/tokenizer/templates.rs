@@ -163,7 +163,7 @@ mod tests {
 
     fn shown(templates: &Templates, tools: &Value) -> Result<String> {
         let variables = Map::from_iter([("tools".to_string(), tools.clone())]);
-        templates.of(&variables, Path::new("model"))?.render(&[user_message("hi")], true, [])
+        templates.choose(&variables, Path::new("model"))?.render(&[user_message("hi")], true, [])
     }
 
     #[test]
