@@ -14,7 +14,7 @@ const LONGEST: u64 = 1 << 20;
 pub enum Access {
     /// Reached, without a token.
     Public,
-    /// Reached; the token is that of this account.
+    /// Reached; the token belongs to this account.
     Account(String),
     /// Reached; the hub refuses the token.
     Refused,
@@ -50,7 +50,7 @@ impl Hub {
                 None => Access::NoHub(status),
             },
             (401 | 403, Some(_)) => Access::Refused,
-            // Of these, a hub has the first two, and a mirror without accounts the last two.
+            // A hub answers with the first two, a mirror without accounts with the last two.
             (401 | 403 | 404 | 405, None) => Access::Public,
             (404 | 405, Some(_)) => Access::Unknown(status),
             (429 | 500.., _) => Access::Failed(format!("HTTP status {status}")),

@@ -31,7 +31,7 @@ const TOKENIZER: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// The folder of chat templates beside that of `chat_template.jinja`.
+/// The folder of further chat templates, in addition to `chat_template.jinja`.
 const TEMPLATES: &str = "additional_chat_templates/";
 
 /// One model or dataset at one revision.
@@ -285,7 +285,7 @@ impl Fetch<'_> {
 
     /// Downloads the content of a file to `blob`, resuming an earlier download.
     fn blob(&self, name: &str, url: &str, remote: &Remote, blob: &Path) -> Result<()> {
-        // The lock and the name of the incomplete file are those of transformers: a second process waits, or resumes.
+        // Lock and name of the incomplete file are the same as in transformers: a second process waits, or resumes.
         let folder = self.dir.file_name().unwrap_or_default();
         let lock = self.hub.cache.join(".locks").join(folder).join(format!("{}.lock", remote.etag));
         create_parent(&lock)?;

@@ -171,7 +171,7 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
             let mut sent = Vec::with_capacity(urls.len());
             for (number, url) in (1u64..).zip(urls) {
                 let from = (number - 1) * size;
-                // A part that was cut is sent again; those before it are not.
+                // A part that was cut off is sent again; earlier parts are not.
                 let reply = client.repeat(|| put(url, from, (*size).min(file.size() - from)));
                 let reply = in_time(url, reply.map_err(|failure| client.give_up(failure))?)?;
                 let etag =

@@ -369,7 +369,7 @@ fn listing_path(snapshot: &Path) -> PathBuf {
     repository.join(".rlhf").join(snapshot.file_name().unwrap_or_default()).with_extension("json")
 }
 
-/// Lists all files of a dataset's snapshot; if another program downloaded it, those that are in the cache.
+/// Lists all files of a dataset's snapshot; if another program downloaded it, only the files in the cache.
 fn files_of_snapshot(dir: &Path) -> Result<BTreeSet<String>> {
     let listed =
         fs::read(listing_path(dir)).ok().and_then(|bytes| serde_json::from_slice::<BTreeSet<String>>(&bytes).ok());
@@ -492,7 +492,7 @@ fn escaped(revision: &str) -> String {
     revision.bytes().map(|b| if keep(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
 
-/// Returns whether `name` can be that of a branch, by the rules of git; the name of a commit cannot.
+/// Returns whether `name` is a valid name of a branch by git's rules; the name of a commit is not.
 pub fn is_branch(name: &str) -> bool {
     let is_part = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock");
     let is_refused = |c: char| c.is_ascii_control() || " ~^:?*[\\".contains(c);

@@ -1,4 +1,4 @@
-//! Files to upload. Those of a run are opened once, so that what is uploaded stays as it was when the run replaces or removes them.
+//! Files to upload. A run's files are opened once, so that the upload stays the same even if the run replaces or removes them.
 
 use ring::digest;
 use rlhf_base::{Error, Result};

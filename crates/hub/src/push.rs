@@ -6,7 +6,7 @@
 //! 3. Large files go to the hub's storage, by the batch interface of git's LFS extension. A file that the storage has by its
 //!    hash is not sent: a push that was cut continues where it ended.
 //! 4. One commit adds all files; small ones are in it.
-//! 5. The hashes in the commit are compared with those of the files.
+//! 5. The hashes in the commit are compared with the hashes of the files.
 //!
 //! The hub's newer storage, Xet, is not used: its client is a library of its own with an asynchronous runtime. The hub takes files
 //! by LFS for repositories of both kinds, and stores them in the repository's own way.

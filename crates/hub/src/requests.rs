@@ -51,7 +51,7 @@ pub(super) struct Request<'a> {
     pub(super) what: String,
     pub(super) url: String,
     pub(super) content: Content<'a>,
-    /// Statuses beside success that the caller looks at.
+    /// Statuses other than success that the caller handles.
     pub(super) accepts: &'static [u16],
     /// Whether the token is sent, if the address is the hub's.
     pub(super) with_token: bool,
@@ -74,7 +74,7 @@ pub(super) struct Client {
     pub(super) hub: Hub,
     /// Name of the repository, as errors show it.
     pub(super) name: String,
-    /// The owners that the token may write to, if that of the repository is not known to be one of them.
+    /// The owners that the token may write to, if the repository's owner is not known to be one of them.
     pub(super) owners: Option<String>,
     /// Whether waits are noted on standard error.
     pub(super) speaks: Cell<bool>,
@@ -121,7 +121,7 @@ impl Client {
         self.send(&Request { what: what.into(), url, content, accepts, with_token: true, patience: QUICK })
     }
 
-    /// Sends a request once, and follows redirects on its host, as those of a renamed repository.
+    /// Sends a request once, and follows redirects on its host, such as those of a renamed repository.
     pub(super) fn send(&self, request: &Request<'_>) -> Result<Reply, Failure> {
         let mut at = request.url.clone();
         for _ in 0..5 {

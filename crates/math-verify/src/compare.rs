@@ -149,7 +149,7 @@ fn points(gold: &Expr, answer: &Expr) -> Same {
     let mut agreed = [0; 2];
     let mut same = true;
     for (at, point) in POINTS.iter().enumerate() {
-        // Each variable has a value of its own.
+        // Each variable has its own value.
         let variable = |name: &str| {
             let hash = name.bytes().fold(7u32, |hash, byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
             point + point.signum() * f64::from(hash % 1009) / 1511.0

@@ -21,7 +21,7 @@ pub(super) struct Found {
     pub(super) text: String,
 }
 
-/// Formulas: a range of the text and, after "and" or a comma, the next ones. `in_box` is true if the text is that of a box command.
+/// Formulas: a range of the text and, after "and" or a comma, the next ones. `in_box` is true if the text belongs to a box command.
 #[derive(Debug, Clone, Default)]
 struct Formulas {
     contents: Vec<(usize, usize, bool)>,
@@ -235,7 +235,7 @@ fn anchors(text: &str) -> [Vec<Formulas>; 4] {
     levels
 }
 
-/// Returns the formulas of a text from left to right; with `boxed`, those that have a box in them.
+/// Returns the formulas of a text from left to right; with `boxed`, only formulas with a box in them.
 fn formulas(text: &str, boxed: bool) -> Vec<Formulas> {
     let mut scan = Scan::new(text);
     let mut all = Vec::new();
@@ -277,7 +277,7 @@ impl<'a> Scan<'a> {
         *place
     }
 
-    /// Returns the formula that starts at `at`, with those that follow after "and", "or" or a comma.
+    /// Returns the formula that starts at `at`, with the formulas that follow after "and", "or" or a comma.
     fn formulas(&mut self, at: usize, boxed: bool) -> Option<Formulas> {
         let (content, mut end) = self.formula(at, boxed)?;
         let mut contents = vec![content];

@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 pub(super) enum Boxes {
     /// All, as a list.
     All,
-    /// The last one, and those shortly before it.
+    /// The last box, and boxes shortly before it.
     Last,
 }
 

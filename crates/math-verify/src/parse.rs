@@ -331,7 +331,7 @@ impl Parser {
                 "~" => {
                     self.at += 1;
                     let right = self.expr()?;
-                    // Of `x \approx 3.14` the number counts; of two numbers, the exact one.
+                    // In `x \approx 3.14` the number counts; of two numbers, the exact one.
                     if chain.is_empty() && last.is_of_symbols() {
                         last = right;
                     }

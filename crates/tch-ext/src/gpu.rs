@@ -105,7 +105,7 @@ const SOURCES: [(&str, &str); 8] = [
     ("adam", include_str!("../csrc/gpu/adam.cu")),
 ];
 
-/// Options of the compiler, beside the architecture.
+/// Options of the compiler, in addition to the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--diag-suppress=177"];
 
 /// The architecture that the kernels were loaded for, and a bit for each GPU that uses them.

@@ -16,7 +16,7 @@ unsafe extern "C" {
     fn tch_ext_file_enter(file: *const c_void, from: usize, bytes: usize);
 }
 
-/// Places of tensors are multiples of this, as those of libtorch's allocator are: kernels round alike.
+/// Places of tensors are multiples of this, as in libtorch's allocator, so that kernels round alike.
 const ALIGNMENT: usize = 64;
 
 /// Bytes that are moved before they are written to the disk.

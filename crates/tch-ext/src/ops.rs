@@ -165,7 +165,7 @@ unsafe extern "C" {
     fn tch_ext_select_rows(out: *mut *mut C_tensor, x: *const C_tensor, index: *const C_tensor) -> *mut c_char;
 }
 
-/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU. Not while it emulates those of a GPU.
+/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU. False while the CPU emulates a GPU's kernels.
 pub fn has_kernels(kind: Kind, device: Device) -> bool {
     device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16) && !crate::has_gpu_kernels(kind, device)
 }
@@ -355,7 +355,7 @@ pub fn linear(
     })
 }
 
-/// Low-rank matrices beside the weight of a linear layer, both f32.
+/// Low-rank matrices in addition to the weight of a linear layer, both f32.
 #[derive(Debug, Clone, Copy)]
 pub struct LowRank<'a> {
     /// `[r, in]`.
@@ -651,7 +651,7 @@ pub fn add_product_to_grad(leaf: &Tensor, a: &Tensor, b: &Tensor) {
     expect(into_result(unsafe { tch_ext_add_product(leaf.as_ptr(), a.as_ptr(), b.as_ptr()) }));
 }
 
-/// The rows `index`, i64, of `x`, of which a row may be there several times. With `RLHF_SUMS=ordered` its gradient on a GPU is summed in a
+/// The rows `index`, i64, of `x`; a row may be selected several times. With `RLHF_SUMS=ordered` its gradient on a GPU is summed in a
 /// fixed order, and in f32; otherwise, and on a CPU, this is libtorch's `index_select`.
 ///
 /// # Panics

@@ -1,4 +1,4 @@
-//! Numbers as blocks of 4 to 6 bits: what `blocks.rs` reads. Scales are those of the least squared error among some candidates.
+//! Numbers as blocks of 4 to 6 bits: what `blocks.rs` reads. Scales have the least squared error among some candidates.
 
 use super::blocks::f16;
 

@@ -128,7 +128,7 @@ impl GgufTensor {
     }
 }
 
-/// Writes a file with `metadata`, in this order, and `tensors`, of which `read` returns one at a time by its place.
+/// Writes a file with `metadata`, in this order, and `tensors`; `read` returns one tensor at a time by its index.
 ///
 /// # Errors
 /// If the file exists, or cannot be written.

@@ -83,7 +83,7 @@ impl Convolution {
         weight.select(2, self.kernel() - 1 - back).squeeze_dim(1)
     }
 
-    /// The convolution of packed sequences `x` `[N, width]`, in f32; `positions` `[N]` are those in the sequences.
+    /// The convolution of packed sequences `x` `[N, width]`, in f32; `positions` `[N]` are positions in the sequences.
     fn forward(&self, x: &Tensor, positions: &Tensor) -> Tensor {
         let (x, weight, tokens) = (x.to_kind(Kind::Float), self.weight.to_kind(Kind::Float), x.size()[0]);
         let mut sum = &x * self.tap(&weight, 0);
@@ -109,7 +109,7 @@ impl Convolution {
     }
 }
 
-/// The last `kernel` tokens of each of the packed sequences `x` `[N, width]`, oldest first, after those of `start`, or else after zeros:
+/// The last `kernel` tokens of each of the packed sequences `x` `[N, width]`, oldest first, after the tokens of `start`, or else after zeros:
 /// `[rows, kernel, width]`.
 fn last_tokens(x: &Tensor, lens: &[i64], kernel: i64, start: Option<&State>) -> Tensor {
     let rows = lens.iter().scan(0, |end, &len| {
@@ -315,7 +315,7 @@ impl Mixer {
         (mixed, Some(memory))
     }
 
-    /// The convolution of packed sequences that continue those of `start`.
+    /// The convolution of packed sequences that continue the ones of `start`.
     fn continued(&self, x: &Tensor, lens: &[i64], start: &State) -> Tensor {
         let kernel = self.conv.kernel();
         let rows = x.split_with_sizes(lens, 0).into_iter().enumerate().map(|(row, tokens)| {

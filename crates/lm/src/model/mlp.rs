@@ -1,4 +1,4 @@
-//! The MLP of a layer: one for all tokens, or several experts, of which each token goes through a few.
+//! The MLP of a layer: one for all tokens, or several experts; each token goes through a few of them.
 
 use super::gates::{gated, gated_halves};
 use super::linear::{Linear, LinearShape};
@@ -28,7 +28,7 @@ pub(super) struct Dense {
     fused: bool,
 }
 
-/// Experts: each token goes through those that the router prefers, and their results are added by their weights.
+/// Experts: each token goes through the ones with the highest router scores; their results are added by their weights.
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Linear,
@@ -40,7 +40,7 @@ pub(super) struct Experts {
     bias: Option<Tensor>,
     /// Whether the weights of the chosen experts are divided by their sum.
     normalized: bool,
-    /// An MLP that all tokens go through beside them, and the gate of its output.
+    /// An MLP that all tokens go through in addition, and the gate of its output.
     shared: Option<Box<(Dense, Linear)>>,
 }
 

@@ -16,7 +16,7 @@ pub(super) struct RopeKeys {
     /// Name of the fraction of a head's dimensions that is rotated, in files of transformers before version 5.
     pub(super) fraction: &'static str,
     pub(super) default_fraction: f64,
-    /// Old name and default of the base in layers with a window, if those have rotary positions of their own.
+    /// Old name and default of the base in layers with a window, if these have their own rotary positions.
     pub(super) local: Option<(&'static str, f64)>,
     /// The length that the model was pretrained on, if the file does not state it; `None`: its maximum length.
     pub(super) default_original: Option<f64>,
@@ -160,7 +160,7 @@ impl Fields<'_> {
         let longest = || self.positive("max_position_embeddings", Some(2048.0));
         let original = || -> Result<f64> {
             let name = "original_max_position_embeddings";
-            // As in transformers 5, the field beside the object comes first.
+            // As in transformers 5, the field next to the object takes precedence.
             let holder = if self.present(name).is_some() { self } else { f };
             holder.positive(name, Some(keys.default_original.map_or_else(longest, Ok)?))
         };

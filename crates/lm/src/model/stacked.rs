@@ -1,4 +1,4 @@
-//! Experts whose weights are one tensor for all of a layer: with a clamped gate (gpt-oss), and beside the layer's MLP (Gemma 4).
+//! Experts of a layer whose weights are stacked in one tensor: with a clamped gate (gpt-oss), and in addition to the layer's MLP (Gemma 4).
 
 use super::gates::gated_halves;
 use super::linear::{Linear, LinearShape, Norm, Weight};
@@ -31,7 +31,7 @@ pub(crate) struct Stack {
     compute: Kind,
 }
 
-/// Experts beside the MLP of a layer, with their router. Both read the residual stream.
+/// Experts in addition to the MLP of a layer, with their router. Both read the residual stream.
 #[derive(Debug)]
 pub(super) struct ParallelExperts {
     pub(super) router: Linear,

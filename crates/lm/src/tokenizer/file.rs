@@ -110,7 +110,7 @@ fn with_bpe(json: &[u8]) -> Option<(Tokenizer, i64)> {
         .byte_fallback(model.byte_fallback.unwrap_or_default())
         .ignore_merges(model.ignore_merges.unwrap_or_default());
     let model = builder.build().ok()?;
-    // The rules by the library's reader, beside an empty model. Added tokens get their ids from the model.
+    // The library reads the rules, with an empty model in place of the real one. Added tokens get their ids from the real model.
     rest.insert("model".into(), json!({ "type": "BPE", "vocab": {}, "merges": [] }));
     let mut tokenizer = Tokenizer::from_bytes(Value::Object(rest).to_string()).ok()?;
     tokenizer.with_model(ModelWrapper::BPE(model));

@@ -13,7 +13,7 @@ const MAX_BYTES: f64 = 64.0 * 1024.0 * 1024.0;
 /// Maximum nesting depth of rules.
 const MAX_DEPTH: usize = 16;
 
-/// Bound up to which rules are those of real tokenizers, whose decoded texts are not measured beforehand.
+/// Bound that rules of real tokenizers stay within; below it, decoded texts are not measured beforehand.
 const ORDINARY: f64 = 64.0;
 
 /// Bounds on how much the rules of one tokenizer can expand a text.

@@ -23,7 +23,7 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// Of the source `name` with this text, compiled by `compiler`, which are the compiler's version and its options.
+    /// The key of the source `name` with this text, compiled by `compiler`: the compiler's version and its options.
     pub(super) fn new(name: &str, source: &str, compiler: &str) -> Self {
         let hash = hash(&[compiler.as_bytes(), &[0], source.as_bytes()]);
         Self { name: name.into(), hash }

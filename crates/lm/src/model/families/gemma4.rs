@@ -47,7 +47,7 @@ pub(super) const GEMMA4: Family = Family {
 /// Kinds of layers in `rope_parameters`.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// Maximum width of the inputs of all layers, as that of any other table.
+/// Maximum width of the inputs of all layers, as of any other table.
 const MOST_WIDTH: i64 = 1 << 28;
 
 fn shape(f: &Fields<'_>) -> Result<Shape> {
@@ -123,7 +123,7 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
-/// The experts beside the MLP of every layer, if there are any.
+/// The experts in addition to the MLP of every layer, if there are any.
 fn experts(f: &Fields<'_>, shape: &Shape) -> Result<Option<Experts>> {
     if !f.flag("enable_moe_block", false)? {
         return Ok(None);

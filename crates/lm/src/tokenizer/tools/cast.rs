@@ -78,7 +78,7 @@ fn cast(text: &str, types: &[&str]) -> Option<Value> {
     })
 }
 
-/// Python's `int(text)`, or that of a float without a fraction.
+/// Python's `int(text)`, also for a float without a fraction.
 fn integer(text: &str) -> Option<Value> {
     let text = without_underscores(text)?;
     if let Ok(whole) = text.parse::<i64>() {

@@ -8,7 +8,7 @@ use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Variables by which a template may get its tools: the usual one, and that of SmolLM3.
+/// Variables that may hold a template's tools: the usual one, and SmolLM3's.
 const TOOLS: [&str; 2] = ["tools", "xml_tools"];
 
 /// Tags around a call's JSON in the text of a turn, for a template that only describes them to the model.

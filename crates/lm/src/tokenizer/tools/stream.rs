@@ -73,7 +73,7 @@ impl<'t> TurnStream<'t> {
         self.text[start..end].to_string()
     }
 
-    /// Ends the turn as plain text, of which it returns the rest.
+    /// Ends the turn as plain text; returns the rest of the text.
     pub fn into_text(mut self) -> String {
         self.text.split_off(self.shown)
     }
