@@ -14,7 +14,7 @@ const LONGEST: u64 = 1 << 20;
 pub enum Access {
     /// Reached, without a token.
     Public,
-    /// Reached; the token is that of this account.
+    /// Reached; the token belongs to this account.
     Account(String),
     /// Reached; the hub refuses the token.
     Refused,
@@ -43,14 +43,14 @@ impl Hub {
         };
         let status = response.status().as_u16();
         let text = response.body_mut().with_config().limit(LONGEST).read_to_string().unwrap_or_default();
-        let found: Value = serde_json::from_str(&text).unwrap_or_default();
+        let json: Value = serde_json::from_str(&text).unwrap_or_default();
         Ok(match (status, &self.token) {
-            (200, Some(_)) => match found["name"].as_str() {
+            (200, Some(_)) => match json["name"].as_str() {
                 Some(name) => Access::Account(self.without_token(name)),
                 None => Access::NoHub(status),
             },
             (401 | 403, Some(_)) => Access::Refused,
-            // Of these, a hub has the first two, and a mirror without accounts the last two.
+            // A hub answers with the first two, a mirror without accounts with the last two.
             (401 | 403 | 404 | 405, None) => Access::Public,
             (404 | 405, Some(_)) => Access::Unknown(status),
             (429 | 500.., _) => Access::Failed(format!("HTTP status {status}")),

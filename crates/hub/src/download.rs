@@ -2,7 +2,7 @@
 
 use super::{
     ATTEMPTS, CONFIG, DOWNLOADED, Failure, Hub, INDEX, Part, SINGLE, Wanted, escaped, files_of_snapshot, is_commit,
-    is_inside, listing_of, origin,
+    is_inside, listing_path, origin,
 };
 use hf_hub::CacheRepo;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -31,7 +31,7 @@ const TOKENIZER: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// The folder of chat templates beside that of `chat_template.jinja`.
+/// The folder of further chat templates, in addition to `chat_template.jinja`.
 const TEMPLATES: &str = "additional_chat_templates/";
 
 /// One model or dataset at one revision.
@@ -173,9 +173,9 @@ impl Fetch<'_> {
         let url = format!("{endpoint}/api/{kind}s/{}/revision/{revision}", self.name);
         let mut response = self.send(Ask::Description, &url, 0)?;
         let text = response.body_mut().with_config().limit(100 << 20).read_to_string()?;
-        let found = serde_json::from_str(&text).unwrap_or(Value::Null);
-        let commit = found["sha"].as_str().filter(|commit| is_commit(commit));
-        let (Some(commit), Some(files)) = (commit, found["siblings"].as_array()) else {
+        let description = serde_json::from_str(&text).unwrap_or(Value::Null);
+        let commit = description["sha"].as_str().filter(|commit| is_commit(commit));
+        let (Some(commit), Some(files)) = (commit, description["siblings"].as_array()) else {
             let message =
                 format!("{url}: expected the hub's description of a {kind}, found {}", excerpt(&self.clean(&text)));
             return Err(self.error(&message).into());
@@ -190,7 +190,7 @@ impl Fetch<'_> {
         match self.wanted {
             Wanted::Model(part) => self.fetch_model(commit, files, part)?,
             Wanted::Dataset(choose) => {
-                let (chosen, listing, names) = (choose(files)?, listing_of(&dir), json!(files).to_string());
+                let (chosen, listing, names) = (choose(files)?, listing_path(&dir), json!(files).to_string());
                 if fs::read_to_string(&listing).ok().as_ref() != Some(&names) {
                     // A cache that cannot be written to may still be whole. A reader that sees only a part of the list ignores it.
                     let _ = create_parent(&listing).map(|()| fs::write(&listing, names));
@@ -250,7 +250,7 @@ impl Fetch<'_> {
         let remote = self.hub.repeat(ATTEMPTS, || self.describe(&url));
         let remote = remote.map_err(|failure| self.give_up(name, failure))?;
         let blob = self.dir.join("blobs").join(&remote.etag);
-        if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == remote.size) {
+        if !blob.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == remote.size) {
             self.blob(name, &url, &remote, &blob)?;
         }
         create_parent(&place)?;
@@ -285,12 +285,12 @@ impl Fetch<'_> {
 
     /// Downloads the content of a file to `blob`, resuming an earlier download.
     fn blob(&self, name: &str, url: &str, remote: &Remote, blob: &Path) -> Result<()> {
-        // The lock and the name of the incomplete file are those of transformers: a second process waits, or resumes.
+        // Lock and name of the incomplete file are the same as in transformers: a second process waits, or resumes.
         let folder = self.dir.file_name().unwrap_or_default();
         let lock = self.hub.cache.join(".locks").join(folder).join(format!("{}.lock", remote.etag));
         create_parent(&lock)?;
         let lock = File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(Error::io("lock", &lock))?;
-        if blob.metadata().is_ok_and(|found| found.len() == remote.size) {
+        if blob.metadata().is_ok_and(|metadata| metadata.len() == remote.size) {
             return Ok(());
         }
         create_parent(blob)?;
@@ -305,7 +305,7 @@ impl Fetch<'_> {
         let (mut failed, mut furthest) = (0, 0);
         while let Err(failure) = self.append(url, remote, &mut file, &partial, &bar) {
             // An attempt that made progress does not count, so that a download ends however often the connection breaks.
-            let len = file.metadata().map_or(0, |found| found.len());
+            let len = file.metadata().map_or(0, |metadata| metadata.len());
             failed = if len > furthest { 1 } else { failed + 1 };
             furthest = furthest.max(len);
             let waited = self.hub.wait((failed, ATTEMPTS), failure);

@@ -104,9 +104,9 @@ fn instructions(client: &Client, revision: &str, files: &[&LocalFile]) -> Result
         if let Some(error) = object.get("error").filter(|error| !error.is_null()) {
             return Err(refused(client, file, error));
         }
-        let found = object.get("actions").filter(|actions| !actions.is_null());
-        if let Some(upload) = found.map(|actions| &actions["upload"]).filter(|upload| !upload.is_null()) {
-            let verify = found.map(|actions| &actions["verify"]).filter(|verify| !verify.is_null());
+        let present = object.get("actions").filter(|actions| !actions.is_null());
+        if let Some(upload) = present.map(|actions| &actions["upload"]).filter(|upload| !upload.is_null()) {
+            let verify = present.map(|actions| &actions["verify"]).filter(|verify| !verify.is_null());
             let action = Action {
                 url: client.address(&upload["href"])?,
                 parts: parts(client, file, &upload["header"])?,
@@ -171,7 +171,7 @@ fn transfer(client: &Client, file: &LocalFile, action: &Action, bar: Option<&Bar
             let mut sent = Vec::with_capacity(urls.len());
             for (number, url) in (1u64..).zip(urls) {
                 let from = (number - 1) * size;
-                // A part that was cut is sent again; those before it are not.
+                // A part that was cut off is sent again; earlier parts are not.
                 let reply = client.repeat(|| put(url, from, (*size).min(file.size() - from)));
                 let reply = in_time(url, reply.map_err(|failure| client.give_up(failure))?)?;
                 let etag =

@@ -179,9 +179,9 @@ impl AskedHub {
         }
         let first = world.local_rank() == 0;
         world.agree(if first { find() } else { Ok(()) })?;
-        let found = self.commits();
-        let commits = world.broadcast(found.clone())?;
-        let differs = first && found != commits;
+        let local = self.commits();
+        let commits = world.broadcast(local.clone())?;
+        let differs = first && local != commits;
         COMMITS.set(Some(commits));
         world.agree(if differs { find() } else { Ok(()) })?;
         DOWNLOADED.set(true);
@@ -296,19 +296,19 @@ impl Hub {
 
     fn folder(&self, name: &str, revision: &str, wanted: Wanted<'_>) -> Result<PathBuf> {
         let kind = if let Wanted::Model(_) = wanted { RepoType::Model } else { RepoType::Dataset };
-        let of_kind = if let RepoType::Dataset = kind { "datasets/" } else { "" };
-        let asked = format!("{of_kind}{name}@{revision}");
+        let prefix = if let RepoType::Dataset = kind { "datasets/" } else { "" };
+        let asked = format!("{prefix}{name}@{revision}");
         let known = COMMITS.with_borrow(|commits| commits.as_ref()?.get(&asked).cloned());
         let revision = known.as_deref().unwrap_or(revision);
         let repo = Repo::with_revision(name.to_string(), kind, revision.to_string());
         let dir = self.cache.join(repo.folder_name());
         let cached = Cache::new(self.cache.clone()).repo(repo);
-        let found = Fetch { hub: self, name, revision, wanted, dir, cached, agent: self.agent()? }.folder()?;
-        let commit = found.file_name().map(|commit| commit.to_string_lossy().into_owned());
+        let folder = Fetch { hub: self, name, revision, wanted, dir, cached, agent: self.agent()? }.folder()?;
+        let commit = folder.file_name().map(|commit| commit.to_string_lossy().into_owned());
         COMMITS.with_borrow_mut(|commits| {
             commits.as_mut().map(|commits| commits.insert(asked, commit.unwrap_or_default()))
         });
-        Ok(found)
+        Ok(folder)
     }
 
     fn agent(&self) -> Result<Agent> {
@@ -364,15 +364,15 @@ impl Hub {
 
 /// The file with the names of all files of a dataset's snapshot: of some formats, the names of the files that are in the cache do
 /// not tell whether others are missing. Other programs ignore it.
-fn listing_of(snapshot: &Path) -> PathBuf {
+fn listing_path(snapshot: &Path) -> PathBuf {
     let repository = snapshot.parent().and_then(Path::parent).unwrap_or(snapshot);
     repository.join(".rlhf").join(snapshot.file_name().unwrap_or_default()).with_extension("json")
 }
 
-/// Lists all files of a dataset's snapshot; if another program downloaded it, those that are in the cache.
+/// Lists all files of a dataset's snapshot; if another program downloaded it, only the files in the cache.
 fn files_of_snapshot(dir: &Path) -> Result<BTreeSet<String>> {
     let listed =
-        fs::read(listing_of(dir)).ok().and_then(|bytes| serde_json::from_slice::<BTreeSet<String>>(&bytes).ok());
+        fs::read(listing_path(dir)).ok().and_then(|bytes| serde_json::from_slice::<BTreeSet<String>>(&bytes).ok());
     match listed {
         Some(mut files) => {
             files.retain(|name| is_inside(name));
@@ -467,16 +467,17 @@ impl From<ureq::Error> for Failure {
 pub fn certificates(path: &Path) -> Result<RootCerts> {
     let text = files::read(path)
         .map_err(|error| Error::Usage(format!("SSL_CERT_FILE: the certificates cannot be read: {error}")))?;
-    let found: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
-    let found = found.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not valid PEM: {error}")))?;
-    let found: Vec<_> = found
+    let certificates: std::result::Result<Vec<_>, _> = parse_pem(&text).collect();
+    let certificates =
+        certificates.map_err(|error| Error::invalid(path, format!("SSL_CERT_FILE: not valid PEM: {error}")))?;
+    let certificates: Vec<_> = certificates
         .into_iter()
         .filter_map(|item| if let PemItem::Certificate(certificate) = item { Some(certificate) } else { None })
         .collect();
-    if found.is_empty() {
+    if certificates.is_empty() {
         return Err(Error::invalid(path, "SSL_CERT_FILE: expected certificates in PEM, found none"));
     }
-    Ok(RootCerts::new_with_certs(&found))
+    Ok(RootCerts::new_with_certs(&certificates))
 }
 
 /// Scheme and authority of an address.
@@ -491,7 +492,7 @@ fn escaped(revision: &str) -> String {
     revision.bytes().map(|b| if keep(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
 
-/// Returns whether `name` can be that of a branch, by the rules of git; the name of a commit cannot.
+/// Returns whether `name` is a valid name of a branch by git's rules; the name of a commit is not.
 pub fn is_branch(name: &str) -> bool {
     let is_part = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.ends_with(".lock");
     let is_refused = |c: char| c.is_ascii_control() || " ~^:?*[\\".contains(c);
@@ -560,8 +561,8 @@ mod tests {
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/hf")]), "/h/hf/hub");
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HUB_CACHE", "~")]), "/h");
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HUB_CACHE", "~me/c")]), "~me/c");
-        let own = std::env::home_dir().unwrap();
-        assert_eq!(hub(&[]).cache, own.join(".cache/huggingface/hub"));
+        let home = std::env::home_dir().unwrap();
+        assert_eq!(hub(&[]).cache, home.join(".cache/huggingface/hub"));
         assert_eq!(hub(&[("HF_ENDPOINT", "http://mirror:8080/")]).endpoint, "http://mirror:8080");
         for (value, offline) in [("1", true), ("true", true), ("YES", true), ("On", true), ("no", false), ("2", false)]
         {

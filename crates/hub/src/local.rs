@@ -1,4 +1,4 @@
-//! Files to upload. Those of a run are opened once, so that what is uploaded stays as it was when the run replaces or removes them.
+//! Files to upload. A run's files are opened once, so that the upload stays the same even if the run replaces or removes them.
 
 use ring::digest;
 use rlhf_base::{Error, Result};
@@ -75,7 +75,7 @@ impl LocalFile {
 
     /// The first bytes, 512 at most.
     pub(super) fn sample(&self) -> Result<Vec<u8>> {
-        self.bytes_of(0, self.size.min(SAMPLE))
+        self.bytes_in(0, self.size.min(SAMPLE))
     }
 
     /// The whole content.
@@ -83,10 +83,10 @@ impl LocalFile {
     /// # Errors
     /// If it cannot be read.
     pub fn bytes(&self) -> Result<Vec<u8>> {
-        self.bytes_of(0, self.size)
+        self.bytes_in(0, self.size)
     }
 
-    fn bytes_of(&self, from: u64, len: u64) -> Result<Vec<u8>> {
+    fn bytes_in(&self, from: u64, len: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.reader(from, len).read_to_end(&mut bytes).map_err(Error::io("read", &self.path))?;
         Ok(bytes)
@@ -302,7 +302,7 @@ mod tests {
         let opened = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         assert!(opened.filter_map(|link| std::fs::read_link(link.path()).ok()).all(|open| open != path));
         assert_eq!(files[0].bytes().unwrap(), b"before");
-        let (same, bytes) = (LocalFile::of("a", "before"), |file: &LocalFile| file.bytes_of(2, 3).unwrap());
+        let (same, bytes) = (LocalFile::of("a", "before"), |file: &LocalFile| file.bytes_in(2, 3).unwrap());
         assert_eq!((bytes(&same), same.sha256().unwrap()), (bytes(&files[0]), files[0].sha256().unwrap()));
         std::fs::write(&path, "another").unwrap();
         let error = files[0].bytes().unwrap_err().to_string();

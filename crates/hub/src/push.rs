@@ -6,7 +6,7 @@
 //! 3. Large files go to the hub's storage, by the batch interface of git's LFS extension. A file that the storage has by its
 //!    hash is not sent: a push that was cut continues where it ended.
 //! 4. One commit adds all files; small ones are in it.
-//! 5. The hashes in the commit are compared with those of the files.
+//! 5. The hashes in the commit are compared with the hashes of the files.
 //!
 //! The hub's newer storage, Xet, is not used: its client is a library of its own with an asynchronous runtime. The hub takes files
 //! by LFS for repositories of both kinds, and stores them in the repository's own way.
@@ -112,8 +112,8 @@ impl Hub {
             return Err(Error::Usage(message));
         }
         let mut client = Client::new(self.clone(), name.clone())?;
-        let found = client.repeat(|| client.get("find the user of the access token", "whoami-v2", &[]));
-        let user = found.map_err(|failure| client.give_up(failure))?.json;
+        let reply = client.repeat(|| client.get("find the user of the access token", "whoami-v2", &[]));
+        let user = reply.map_err(|failure| client.give_up(failure))?.json;
         (client.name, client.owners) = owned_name(&client, &user)?;
         let repository = Repository { client, revision };
         let prepared = repository.client.repeat(|| repository.prepare(to));
@@ -137,10 +137,10 @@ fn owned_name(client: &Client, user: &Value) -> Result<(String, Option<String>)>
         );
         return Err(Error::Usage(message));
     }
-    let own = user["name"].as_str();
+    let user_name = user["name"].as_str();
     let Some((owner, _)) = name.split_once('/') else {
-        return match own {
-            Some(own) => Ok((format!("{own}/{name}"), None)),
+        return match user_name {
+            Some(user_name) => Ok((format!("{user_name}/{name}"), None)),
             None => {
                 Err(client.error("expected a name with its owner, such as me/my-model: the access token has no user"))
             }
@@ -149,7 +149,7 @@ fn owned_name(client: &Client, user: &Value) -> Result<(String, Option<String>)>
     let may_write = |org: &&Value| !["read", "no_access"].iter().any(|role| org["roleInOrg"] == *role);
     let orgs = user["orgs"].as_array().into_iter().flatten();
     let writable = orgs.filter(may_write).filter_map(|org| org["name"].as_str());
-    let owners: Vec<&str> = own.into_iter().chain(writable).collect();
+    let owners: Vec<&str> = user_name.into_iter().chain(writable).collect();
     let is_known = owners.iter().any(|known| known.eq_ignore_ascii_case(owner));
     Ok((name.to_string(), (!is_known && !owners.is_empty()).then(|| owners.join(", "))))
 }
@@ -186,13 +186,13 @@ impl Repository {
                 return Err(Failure::Transient(format!("cannot {what}: {}", created.words), None));
             }
             status @ 400.. => {
-                let found = client.get(what, &format!("models/{}", client.name), &[401, 403, 404])?;
+                let existing = client.get(what, &format!("models/{}", client.name), &[401, 403, 404])?;
                 // An account that may not create repositories may write to one that is there. Otherwise the refusal of the first
                 // request is the reason.
-                if status != 409 && found.status != 200 {
+                if status != 409 && existing.status != 200 {
                     client.post(what, "repos/create", &body, &[])?;
                 }
-                if to.private == Some(true) && found.json["private"] == false {
+                if to.private == Some(true) && existing.json["private"] == false {
                     let message = format!(
                         "expected a private repository or a new one, found one that is public: {}/{}/settings makes it private",
                         client.hub.endpoint, client.name
@@ -269,7 +269,7 @@ impl Repository {
         let removed = self.stale_weights(files)?;
         if changed.is_empty() && removed.is_none() {
             let reply = self.client.get("find the last commit", &self.path("revision"), &[])?;
-            let commit = self.commit_of(&reply.json["sha"])?;
+            let commit = self.parse_commit(&reply.json["sha"])?;
             return Ok(Pushed { commit, files: 0, uploaded: *uploaded, ignored, removed: None });
         }
         let lines = commit_lines(&changed, removed, message)?;
@@ -281,13 +281,13 @@ impl Repository {
             with_token: true,
             patience: SLOW,
         })?;
-        let commit = self.commit_of(&reply.json["commitOid"])?;
+        let commit = self.parse_commit(&reply.json["commitOid"])?;
         self.verify(&commit, &changed)?;
         Ok(Pushed { commit, files: changed.len(), uploaded: *uploaded, ignored, removed: removed.map(String::from) })
     }
 
-    fn commit_of(&self, found: &Value) -> Result<String, Failure> {
-        match found.as_str().filter(|commit| is_commit(commit)) {
+    fn parse_commit(&self, value: &Value) -> Result<String, Failure> {
+        match value.as_str().filter(|commit| is_commit(commit)) {
             Some(commit) => Ok(commit.to_string()),
             None => Err(self.client.error("expected the name of a commit from the hub, found none").into()),
         }
@@ -307,10 +307,11 @@ impl Repository {
                 body["gitIgnore"] = String::from_utf8_lossy(patterns).into();
             }
             let reply = self.client.post("prepare the files", &self.path("preupload"), &body, &[])?;
-            let found = reply.json["files"].as_array().into_iter().flatten();
-            let found: BTreeMap<&str, &Value> = found.filter_map(|mode| Some((mode["path"].as_str()?, mode))).collect();
+            let described = reply.json["files"].as_array().into_iter().flatten();
+            let described: BTreeMap<&str, &Value> =
+                described.filter_map(|mode| Some((mode["path"].as_str()?, mode))).collect();
             for file in files {
-                let mode = found.get(file.name()).and_then(|mode| mode_of(mode, file.size()));
+                let mode = described.get(file.name()).and_then(|mode| parse_mode(mode, file.size()));
                 let expected = || format!("expected from the hub how to upload {}, found nothing", file.name());
                 modes.push(mode.ok_or_else(|| self.client.error(&expected()))?);
             }
@@ -327,11 +328,11 @@ impl Repository {
             (false, true) => SINGLE,
             _ => return Ok(None),
         };
-        let found = self.hashes(&self.revision, &[stale])?;
-        Ok(found.contains_key(stale).then_some(stale))
+        let hashes = self.hashes(&self.revision, &[stale])?;
+        Ok(hashes.contains_key(stale).then_some(stale))
     }
 
-    /// Returns the hashes of those of the files `names` that the hub has at a revision.
+    /// Returns the hashes of the files among `names` that the hub has at a revision.
     fn hashes(&self, revision: &str, names: &[&str]) -> Result<BTreeMap<String, String>, Failure> {
         let mut hashes = BTreeMap::new();
         let path = format!("models/{}/paths-info/{}", self.client.name, escaped(revision));
@@ -339,7 +340,7 @@ impl Repository {
             let body = json!({"paths": names, "expand": false});
             let reply = self.client.repeat(|| self.client.post("read the hashes of the files", &path, &body, &[]))?;
             for file in reply.json.as_array().into_iter().flatten() {
-                // A large file's own hash is that of a text that points to it.
+                // The plain `oid` of a large file is the hash of a text that points to it.
                 let hash = file["lfs"]["oid"].as_str().or(file["oid"].as_str());
                 if let (Some(name), Some(hash)) = (file["path"].as_str(), hash) {
                     hashes.insert(name.to_string(), hash.to_string());
@@ -365,7 +366,7 @@ impl Repository {
 }
 
 /// Reads the hub's view of a file of `size` bytes.
-fn mode_of(mode: &Value, size: u64) -> Option<Mode> {
+fn parse_mode(mode: &Value, size: u64) -> Option<Mode> {
     let is_large = match mode["uploadMode"].as_str()? {
         // The storage of large files takes no empty ones.
         "lfs" => size > 0,
@@ -381,15 +382,12 @@ fn commit_lines(files: &[(&LocalFile, bool, String)], removed: Option<&str>, mes
     let mut lines = json!({"key": "header", "value": {"summary": message, "description": ""}}).to_string() + "\n";
     let mut names = BTreeSet::new();
     for (file, is_large, hash) in files.iter().filter(|(file, ..)| names.insert(file.name())) {
-        let line = match is_large {
-            true => {
-                let value = json!({"path": file.name(), "algo": "sha256", "oid": hash, "size": file.size()});
-                json!({"key": "lfsFile", "value": value})
-            }
-            false => {
-                let value = json!({"content": base64(&file.bytes()?), "path": file.name(), "encoding": "base64"});
-                json!({"key": "file", "value": value})
-            }
+        let line = if *is_large {
+            let value = json!({"path": file.name(), "algo": "sha256", "oid": hash, "size": file.size()});
+            json!({"key": "lfsFile", "value": value})
+        } else {
+            let value = json!({"content": base64(&file.bytes()?), "path": file.name(), "encoding": "base64"});
+            json!({"key": "file", "value": value})
         };
         lines += &(line.to_string() + "\n");
     }

@@ -51,7 +51,7 @@ pub(super) struct Request<'a> {
     pub(super) what: String,
     pub(super) url: String,
     pub(super) content: Content<'a>,
-    /// Statuses beside success that the caller looks at.
+    /// Statuses other than success that the caller handles.
     pub(super) accepts: &'static [u16],
     /// Whether the token is sent, if the address is the hub's.
     pub(super) with_token: bool,
@@ -74,7 +74,7 @@ pub(super) struct Client {
     pub(super) hub: Hub,
     /// Name of the repository, as errors show it.
     pub(super) name: String,
-    /// The owners that the token may write to, if that of the repository is not known to be one of them.
+    /// The owners that the token may write to, if the repository's owner is not known to be one of them.
     pub(super) owners: Option<String>,
     /// Whether waits are noted on standard error.
     pub(super) speaks: Cell<bool>,
@@ -98,8 +98,8 @@ impl Client {
     ///
     /// # Errors
     /// If it is not an address.
-    pub(super) fn address(&self, found: &Value) -> Result<String, Failure> {
-        match found.as_str().filter(|url| url.starts_with("https://") || url.starts_with("http://")) {
+    pub(super) fn address(&self, value: &Value) -> Result<String, Failure> {
+        match value.as_str().filter(|url| url.starts_with("https://") || url.starts_with("http://")) {
             Some(url) => match url.strip_prefix(HUGGING_FACE).filter(|rest| rest.starts_with('/')) {
                 Some(rest) => Ok(format!("{}{rest}", self.hub.endpoint)),
                 None => Ok(url.to_string()),
@@ -121,7 +121,7 @@ impl Client {
         self.send(&Request { what: what.into(), url, content, accepts, with_token: true, patience: QUICK })
     }
 
-    /// Sends a request once, and follows redirects on its host, as those of a renamed repository.
+    /// Sends a request once, and follows redirects on its host, such as those of a renamed repository.
     pub(super) fn send(&self, request: &Request<'_>) -> Result<Reply, Failure> {
         let mut at = request.url.clone();
         for _ in 0..5 {
@@ -202,12 +202,12 @@ impl Client {
 
     /// The server's own words for an error, as `huggingface_hub` finds them.
     fn words(&self, headers: &HeaderMap, text: &str, json: &Value) -> String {
-        let of_header = headers.get("x-error-message").and_then(|words| words.to_str().ok());
+        let in_header = headers.get("x-error-message").and_then(|words| words.to_str().ok());
         let several = json["errors"].as_array().into_iter().flatten().filter_map(|error| error["message"].as_str());
         let listed = json["error"].as_array().into_iter().flatten().filter_map(Value::as_str);
         let single =
             [&json["error"], &json["error"]["message"], &json["message"]].into_iter().filter_map(Value::as_str);
-        let mut words: Vec<&str> = of_header.into_iter().chain(single).chain(listed).chain(several).collect();
+        let mut words: Vec<&str> = in_header.into_iter().chain(single).chain(listed).chain(several).collect();
         if words.is_empty() && json.is_null() && !text.trim_start().starts_with('<') {
             words.push(text.trim());
         }

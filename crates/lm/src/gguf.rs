@@ -91,7 +91,7 @@ impl Part {
     }
 }
 
-/// Maximum number of parts of a split model: that of llama.cpp's names.
+/// Maximum number of parts of a split model, by the digits in llama.cpp's names.
 const MOST_PARTS: i64 = 99_999;
 
 /// Keys of the parts of a split model.
@@ -100,7 +100,7 @@ const SPLIT_NO: &str = "split.no";
 const SPLIT_TENSORS: &str = "split.tensors.count";
 
 impl Gguf {
-    /// Opens a file and reads its header; of a split model, whose first part `path` is, also the others, which are beside it.
+    /// Opens a file and reads its header. If `path` is the first part of a split model, also opens the other parts in the same folder.
     ///
     /// # Errors
     /// If it is no GGUF file of version 2 or 3, is truncated or damaged, or holds a tensor of a type that is not supported; if a part of

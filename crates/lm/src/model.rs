@@ -92,7 +92,7 @@ pub fn is_model(dir: &Path) -> bool {
 /// Precision of a model's computation. Results are f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// The dtype in which most of the weights are held.
+    /// The dtype that most of the weights are held in.
     #[default]
     Held,
     /// f32 throughout.
@@ -125,7 +125,7 @@ impl Precision {
     }
 }
 
-/// The dtype in which a model's weights are read and held.
+/// The dtype that a model's weights are read and held in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, Choices)]
 #[serde(rename_all = "lowercase")]
 #[choice(rename_all = "lowercase")]
@@ -174,7 +174,7 @@ impl Dtype {
 pub struct ModelOptions {
     /// The device of the weights.
     pub device: Device,
-    /// The dtype in which the weights are held.
+    /// The dtype that the weights are held in.
     pub dtype: Dtype,
     /// The precision of computation; `Held` is the dtype of most of the weights' bytes.
     pub precision: Precision,
@@ -184,16 +184,16 @@ pub struct ModelOptions {
 }
 
 impl ModelOptions {
-    /// The dtype in which most of the bytes of `source` are held, and the dtype of products.
+    /// The dtype that most of the bytes of `source` are held in, and the dtype of products.
     fn kinds(self, source: Source<'_>) -> (Kind, Kind) {
-        let of_most = || match source {
+        let most_common = || match source {
             Source::Fresh(_) => Kind::Float,
             Source::Shapes(kind) => kind,
             Source::Checkpoint(checkpoint) => checkpoint.kind(),
             Source::Shared(params) => params.first().map_or(Kind::Float, |param| param.tensor.kind()),
         };
-        let held = self.dtype.kind().unwrap_or_else(of_most);
-        (held, self.precision.kind(held))
+        let kind = self.dtype.kind().unwrap_or_else(most_common);
+        (kind, self.precision.kind(kind))
     }
 }
 

@@ -26,7 +26,7 @@ use state::{State, Step, Together};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// The state in errors about its room.
+/// What errors about lack of room call the state.
 const STATE: &str = "optimizer state";
 
 /// Name of the number of steps in a saved state.
@@ -36,13 +36,13 @@ const STEPS: &str = "step";
 #[derive(Debug)]
 pub struct Optimizer {
     config: OptimizerConfig,
-    /// Parameters that decay, then those that do not; none if the state is divided.
+    /// Parameters with weight decay, then those without; none if the state is divided.
     params: Vec<Trained>,
     /// The division of the model over ranks, if it is divided and each rank has the whole optimizer state.
     shards: Option<Shards>,
-    /// In place of `params`, if the state is divided.
+    /// The parts of this rank, in place of `params`, if the state is divided.
     parts: Option<Parts>,
-    /// The state, if it is in memory for steps only.
+    /// The state, if it is in memory only during steps.
     offloaded: Option<Offloaded>,
     steps: i64,
     /// Seed of random numbers.
@@ -72,11 +72,11 @@ impl Optimizer {
         config: &OptimizerConfig,
         place: Option<&Offload>,
     ) -> Result<Self> {
-        let mut own: Vec<&Param> = params.into_iter().collect();
-        own.sort_by_key(|param| !param.decay);
-        let room = |place: &Offload| match own.first() {
+        let mut ordered: Vec<&Param> = params.into_iter().collect();
+        ordered.sort_by_key(|param| !param.decay);
+        let room = |place: &Offload| match ordered.first() {
             Some(first) => {
-                let sizes = own.iter().flat_map(|param| state::sizes(config.optim, param));
+                let sizes = ordered.iter().flat_map(|param| state::sizes(config.optim, param));
                 place.room(STATE, first.tensor.device(), sizes).map(Some)
             }
             None => Ok(None),
@@ -90,7 +90,7 @@ impl Optimizer {
             let tensor = param.tensor.shallow_clone();
             Ok(Trained { name: param.name.clone(), tensor, decay: param.decay, state })
         };
-        let params = own.iter().map(trained).collect::<Result<_>>()?;
+        let params = ordered.iter().map(trained).collect::<Result<_>>()?;
         // The state that was put last is offloaded too.
         offloaded.as_ref().map_or(Ok(()), Offloaded::leave)?;
         Ok(Self {
@@ -112,7 +112,7 @@ impl Optimizer {
     }
 
     /// Creates an optimizer of the trained parameters of a model, which may be divided over ranks. With a place to `offload` to, the
-    /// state is in memory for steps only; a divided state of a model on a GPU is in the memory of the host, where the step is computed.
+    /// state is in memory only during steps; a divided state of a model on a GPU stays in host memory, where the step is computed.
     ///
     /// # Errors
     /// If there is not enough memory or disk space for the optimizer state.
@@ -134,7 +134,7 @@ impl Optimizer {
         })
     }
 
-    /// Whether the state is not where the parameters are, but for steps.
+    /// Whether the state is elsewhere than the parameters, except during steps.
     pub fn is_offloaded(&self) -> bool {
         self.offloaded.is_some() || self.parts.as_ref().is_some_and(Parts::is_on_host)
     }
@@ -179,10 +179,10 @@ impl Optimizer {
             return parts.grad_norm();
         }
         let grads: Vec<Tensor> = self.params.iter().map(Trained::grad).collect();
-        // Rank 0's: ranks whose processors round differently would clip their equal gradients differently, and drift apart.
-        let mut found = [norm(&grads)];
-        self.world.broadcast_numbers(&mut found)?;
-        Ok(found[0])
+        // All ranks use rank 0's norm: ranks whose processors round differently would clip equal gradients differently, and drift apart.
+        let mut total = [norm(&grads)];
+        self.world.broadcast_numbers(&mut total)?;
+        Ok(total[0])
     }
 
     /// Returns the norm of the gradient of each parameter, by name; none where the state is divided over ranks.
@@ -191,7 +191,7 @@ impl Optimizer {
     }
 
     /// Sums the gradients over all ranks; called once per optimizer step, before the norm. Gradients of a model that is divided
-    /// over ranks are in flat memory; those of another are copied there, in one collective per group.
+    /// over ranks are in flat memory; gradients of another model are copied there, in one collective per group.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -257,7 +257,7 @@ impl Optimizer {
         }
         let state = self.in_use();
         let _state = match &self.parts {
-            // A rank that cannot read its part would leave the others in the collectives of the step.
+            // A rank that cannot read its part would leave the others waiting in the collectives of the step.
             Some(parts) if self.offloaded.is_some() => parts.shards.world().agree(state)?,
             _ => state?,
         };
@@ -311,7 +311,7 @@ impl Optimizer {
     /// Loads the state that [`Optimizer::save`] wrote for the same parameters.
     ///
     /// # Errors
-    /// If the file cannot be read, or is not of these parameters.
+    /// If the file cannot be read, or belongs to other parameters.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let _state = self.in_use()?;
         let file = Checkpoint::open_file(path)?;
@@ -362,7 +362,7 @@ impl Optimizer {
             return shards.zero_gradients();
         }
         for mut grad in self.params.iter().map(|param| param.tensor.grad()).filter(Tensor::defined) {
-            // Not `Tensor::zero_grad`, which refuses gradients that are parts of a memory.
+            // Not `Tensor::zero_grad`, which refuses gradients that are views of a larger tensor.
             let _ = tch::no_grad(|| grad.zero_());
         }
     }
@@ -567,16 +567,16 @@ mod tests {
     #[test]
     fn ranks_that_round_a_norm_differently_clip_by_rank_0s() {
         let config = OptimizerConfig { max_grad_norm: Some(1.0), ..config() };
-        let of_ranks = rlhf_base::dist::as_two_ranks(|world| {
+        let norms = rlhf_base::dist::as_two_ranks(|world| {
             let params = [param(&[0.0, 0.0], true)];
             let mut optimizer = Optimizer::new(&params, &config);
             (&params[0].tensor * Tensor::from_slice(&[1.5f32, 2.0])).sum(Kind::Float).backward();
             optimizer.reduce_gradients(&world).unwrap();
-            // Stands for another processor's sum: a rank of its own would find a norm of 5.1.
+            // Stands for another processor's sum: rank 1 alone would compute a norm of 5.1.
             optimizer.scale_grad(if world.is_main() { 1.0 } else { 1.02 });
             optimizer.step(0.1).unwrap()
         });
-        assert_eq!(of_ranks, [5.0, 5.0]);
+        assert_eq!(norms, [5.0, 5.0]);
     }
 
     #[test]
@@ -669,26 +669,34 @@ mod tests {
     fn cycles_final_shares_and_a_decay_at_the_end_are_those_of_transformers() {
         use LrSchedulerType::{Cosine, CosineWithMinLr, CosineWithRestarts, WarmupStableDecay};
         // transformers 5.23's get_scheduler with the same arguments; a rate of 1, and of 2 in the first.
-        let of = |lr_scheduler_type, warmup_steps| OptimizerConfig { lr_scheduler_type, warmup_steps, ..config() };
-        let wsd = |warmup_steps| OptimizerConfig { num_decay_steps: Some(4), ..of(WarmupStableDecay, warmup_steps) };
+        let with_schedule =
+            |lr_scheduler_type, warmup_steps| OptimizerConfig { lr_scheduler_type, warmup_steps, ..config() };
+        let wsd = |warmup_steps| OptimizerConfig {
+            num_decay_steps: Some(4),
+            ..with_schedule(WarmupStableDecay, warmup_steps)
+        };
         let cycles = |num_cycles, config: OptimizerConfig| OptimizerConfig { num_cycles: Some(num_cycles), ..config };
         let least = |config: OptimizerConfig| OptimizerConfig { min_lr_rate: Some(0.1), ..config };
         let decay = |decay_type, config: OptimizerConfig| OptimizerConfig { decay_type, ..config };
         for (peak, config, expected) in [
             (
                 2.0,
-                OptimizerConfig { lr_end: Some(0.5), ..of(CosineWithMinLr, 1) },
+                OptimizerConfig { lr_end: Some(0.5), ..with_schedule(CosineWithMinLr, 1) },
                 &[0.0, 2.0, 1.780_330_085_889_910_5, 1.25, 0.719_669_914_110_089_4][..],
             ),
-            (1.0, least(of(CosineWithMinLr, 1)), &[0.0, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65]),
             (
                 1.0,
-                cycles(1.5, least(of(CosineWithMinLr, 0))),
+                least(with_schedule(CosineWithMinLr, 1)),
+                &[0.0, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65],
+            ),
+            (
+                1.0,
+                cycles(1.5, least(with_schedule(CosineWithMinLr, 0))),
                 &[1.0, 0.231_801_948_466_053_65, 0.55, 0.868_198_051_533_946_5],
             ),
             (
                 1.0,
-                cycles(1.0, of(Cosine, 0)),
+                cycles(1.0, with_schedule(Cosine, 0)),
                 &[
                     1.0,
                     0.654_508_497_187_473_7,
@@ -697,7 +705,7 @@ mod tests {
                     0.654_508_497_187_473_6,
                 ],
             ),
-            (1.0, cycles(2.0, of(CosineWithRestarts, 1)), &[0.0, 1.0, 0.75, 0.25, 1.0, 0.75, 0.25]),
+            (1.0, cycles(2.0, with_schedule(CosineWithRestarts, 1)), &[0.0, 1.0, 0.75, 0.25, 1.0, 0.75, 0.25]),
             (1.0, wsd(2), &[0.0, 0.5, 1.0, 1.0, 1.0, 0.853_553_390_593_273_7, 0.5, 0.146_446_609_406_726_27]),
             (1.0, least(wsd(2)), &[0.1, 0.55, 1.0, 1.0, 1.0, 0.868_198_051_533_946_4, 0.55, 0.231_801_948_466_053_65]),
             (1.0, decay(DecayType::Linear, least(wsd(2))), &[0.1, 0.55, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325]),

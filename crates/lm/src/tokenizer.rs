@@ -83,16 +83,16 @@ pub struct Tokenizer {
     inner: Option<Arc<tokenizers::Tokenizer>>,
     /// Bounds on the cost of its rules.
     growth: Option<Growth>,
-    /// One more than the largest id of its tokens, and of those of tokenizer.json.
+    /// One more than the largest id of all tokens, and of the tokens in tokenizer.json.
     ids: i64,
-    own_ids: i64,
+    file_ids: i64,
     dir: PathBuf,
     files: Vec<(&'static str, Vec<u8>)>,
     /// The token of the padding of tokenizer.json.
     padding: Option<String>,
     /// The tokens that the files beside tokenizer.json name.
     described: Described,
-    /// Whether tokenizer.json has them all.
+    /// Whether tokenizer.json has all these tokens.
     is_plain: bool,
     /// The settings beside tokenizer.json.
     settings: Settings,
@@ -110,19 +110,19 @@ pub struct Tokenizer {
 /// Bytes of the smallest part of a text that is encoded before the whole.
 const LEAST_PART: usize = 64 << 10;
 
-/// Tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
+/// Number of tokens by which a part of a text has to exceed a limit, since the cut may divide a word.
 pub const PART_SLACK: usize = 64;
 
 impl Tokenizer {
     /// Loads the tokenizer of a model folder.
     ///
-    /// The eos token is that of `tokenizer_config.json` or `special_tokens_map.json`, else the first `eos_token_id` of
-    /// `generation_config.json`, else that of `config.json`. Every id of `generation_config.json` ends a text, or, where that names none, every
-    /// id of `config.json`. The pad token comes from the same files, or from the padding of `tokenizer.json`, and is not required: lengths are
+    /// The eos token comes from `tokenizer_config.json` or `special_tokens_map.json`, else it is the first `eos_token_id` of
+    /// `generation_config.json`, else of `config.json`. Every such id of `generation_config.json` ends a text, or, if that names none, every
+    /// such id of `config.json`. The pad token comes from the same files, or from the padding of `tokenizer.json`, and is not required: lengths are
     /// explicit everywhere, so pad may also equal eos. As in transformers, tokens that `tokenizer_config.json` names and `tokenizer.json` lacks
     /// are added.
     ///
-    /// If the folder of an adapter has no tokenizer, loads that of its base.
+    /// If the folder of an adapter has no tokenizer, loads its base's tokenizer.
     ///
     /// In the folder of an encoder-decoder, [`Tokenizer::set_encoder_decoder`] is set.
     ///
@@ -141,11 +141,11 @@ impl Tokenizer {
         Ok(Self { variables: self.variables.clone(), ..Self::from_folder(dir, Some(self))? })
     }
 
-    fn from_folder(dir: &Path, beside: Option<&Self>) -> Result<Self> {
+    fn from_folder(dir: &Path, other: Option<&Self>) -> Result<Self> {
         let dir = &Self::folder(dir)?;
         let path = dir.join("tokenizer.json");
         if path.is_file() {
-            return Self::read(dir, beside);
+            return Self::read(dir, other);
         }
         Err(match SLOW_FILES.iter().find(|name| dir.join(name).is_file()) {
             Some(name) => Error::invalid(
@@ -160,7 +160,7 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::from_pretrained`], also for a folder without a `tokenizer.json`: then text cannot be encoded, ids
-    /// have no text, and the eos and pad tokens are those of `config.json` and `generation_config.json`.
+    /// have no text, and the eos and pad tokens come from `config.json` and `generation_config.json`.
     ///
     /// # Errors
     /// If an existing file is invalid.
@@ -168,7 +168,7 @@ impl Tokenizer {
         Self::read(&Self::folder(dir)?, None)
     }
 
-    /// The folder that it was read from.
+    /// The folder that the tokenizer was read from.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -178,7 +178,7 @@ impl Tokenizer {
         self.inner.is_some()
     }
 
-    fn read(dir: &Path, beside: Option<&Self>) -> Result<Self> {
+    fn read(dir: &Path, shared: Option<&Self>) -> Result<Self> {
         let mut files = Vec::new();
         for name in FILES {
             if dir.join(name).is_file() {
@@ -189,34 +189,35 @@ impl Tokenizer {
         settings::name_class_of_text_part(&mut files, &tokenizer_config, &read_if_present(dir, "config.json")?);
         let mut described = Described::read(dir, &tokenizer_config)?;
         let settings = Settings::read(dir, &tokenizer_config)?;
-        let (mut inner, mut growth, mut ids, mut own_ids, mut is_plain) = (None, None, 0, 0, true);
+        let (mut inner, mut growth, mut ids, mut file_ids, mut is_plain) = (None, None, 0, 0, true);
         let mut padding = None;
         if let [(JSON, json), ..] = &files[..] {
-            if let Some(other) = beside.filter(|other| other.reads_as(json, &described, &settings)) {
+            if let Some(other) = shared.filter(|other| other.reads_as(json, &described, &settings)) {
                 (inner, growth, padding) = (other.inner.clone(), other.growth, other.padding.clone());
-                (ids, own_ids) = (other.ids, other.own_ids);
+                (ids, file_ids) = (other.ids, other.file_ids);
                 if let Some(inner) = &inner {
                     described.complete(settings.defaults, padding.as_deref(), inner);
                 }
             } else {
                 let path = dir.join(JSON);
-                // The bounds first: they reject rules on which loading would fail.
+                // Bounds are read first: they reject rules that loading would fail on.
                 growth = Some(Growth::read(&path, json)?);
-                let (mut found, count, pads_by) = load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
-                found.set_encode_special_tokens(settings.split_special_tokens);
-                (ids, own_ids) = (count, count);
+                let (mut tokenizer, count, pads_by) =
+                    load(&path, settings.applied(dir, json)?.as_deref().unwrap_or(json))?;
+                tokenizer.set_encode_special_tokens(settings.split_special_tokens);
+                (ids, file_ids) = (count, count);
                 padding = pads_by;
-                described.complete(settings.defaults, padding.as_deref(), &found);
-                is_plain = described.is_in(&found);
+                described.complete(settings.defaults, padding.as_deref(), &tokenizer);
+                is_plain = described.is_in(&tokenizer);
                 if !is_plain {
-                    let added = guarded(|| described.add_to(&mut found));
+                    let added = guarded(|| described.add_to(&mut tokenizer));
                     ids = ids.max(added.map_err(|e| Error::invalid(dir.join(TOKENIZER_CONFIG), e))?);
                 }
-                inner = Some(Arc::new(found));
+                inner = Some(Arc::new(tokenizer));
             }
         }
         let SpecialTokens { eos, pad, mut apart } = SpecialTokens::read(dir, inner.as_deref(), &described)?;
-        // An adapter has the configuration of its base, which need not be there for its tokenizer.
+        // An adapter's kind follows from its base's configuration; a missing base is no error here.
         if !dir.join("config.json").is_file()
             && let Ok(Some(adapter)) = AdapterFolder::find(dir)
             && let Ok(base) = adapter.base_dir()
@@ -231,7 +232,7 @@ impl Tokenizer {
             is_plain,
             settings,
             ids,
-            own_ids,
+            file_ids,
             dir: dir.to_path_buf(),
             files,
             eos,
@@ -243,8 +244,8 @@ impl Tokenizer {
         })
     }
 
-    /// Whether this tokenizer reads texts as one that is read from the `tokenizer.json` `json` beside files that name `described` and have
-    /// these `settings`: neither has tokens that are not in it, and texts are not truncated.
+    /// Whether this tokenizer encodes texts like one made of the `tokenizer.json` `json`, the tokens `described` and these `settings`: neither
+    /// has tokens that are not in the file, and texts are not truncated.
     fn reads_as(&self, json: &[u8], described: &Described, settings: &Settings) -> bool {
         let is_whole = |inner: &Arc<tokenizers::Tokenizer>| inner.get_truncation().is_none() && described.is_in(inner);
         self.is_plain
@@ -274,26 +275,26 @@ impl Tokenizer {
     /// # Errors
     /// If it cannot be read or is not UTF-8. Errors in its syntax are reported on first use.
     pub fn use_chat_template(&mut self, file: &Path) -> Result<()> {
-        let (bytes, templates) = Templates::of_file(file)?;
+        let (bytes, templates) = Templates::from_file(file)?;
         self.templates = templates;
         self.files.retain(|(name, _)| *name != CHAT_TEMPLATE);
         self.files.push((CHAT_TEMPLATE, bytes));
         Ok(())
     }
 
-    /// Sets variables of the chat template for every conversation, such as `enable_thinking`; those that a conversation has itself take
+    /// Sets variables of the chat template for every conversation, such as `enable_thinking`; a conversation's own variables take
     /// precedence. They are not saved with the tokenizer.
     pub fn set_chat_variables(&mut self, variables: Map<String, Value>) {
         self.variables = variables;
     }
 
-    /// Returns the variables of the chat template for a conversation that has `own` ones.
-    fn chat_variables(&self, own: &Map<String, Value>) -> Map<String, Value> {
-        let all = self.described.named.iter().chain(&self.variables).chain(own);
+    /// Returns the variables of the chat template for a conversation with these `variables` of its own.
+    fn chat_variables(&self, variables: &Map<String, Value>) -> Map<String, Value> {
+        let all = self.described.named.iter().chain(&self.variables).chain(variables);
         all.map(|(name, value)| (name.clone(), value.clone())).collect()
     }
 
-    /// Whether there is a chat template for prompts; there is none for those of an encoder-decoder.
+    /// Whether there is a chat template for prompts; an encoder-decoder's prompts have none.
     pub fn has_chat_template(&self) -> bool {
         !self.templates.is_empty() && !self.apart
     }
@@ -381,7 +382,7 @@ impl Tokenizer {
             let message = "a list of messages, for an encoder-decoder: expected a text, since no chat template divides its prompt from the response";
             return Err(Error::Run(message.into()));
         }
-        self.templates.of(variables, &self.dir)
+        self.templates.choose(variables, &self.dir)
     }
 
     /// Token ids of a text from [`Tokenizer::render_chat`].
@@ -415,8 +416,8 @@ impl Tokenizer {
         Ok(text)
     }
 
-    /// A tokenizer for texts of at most `most` tokens, such as a model's context. Of a text that is far longer it encodes only a beginning, which
-    /// has more tokens than that: enough to refuse it, or to cut it to its first `most` tokens, without 144 bytes of memory for each byte of it.
+    /// A tokenizer for texts of at most `most` tokens, such as a model's context. If a text is far longer, only a beginning with more than `most`
+    /// tokens is encoded: enough to refuse the text, or to cut it to its first `most` tokens, without 144 bytes of memory per byte of the text.
     pub fn limited_to(&self, most: usize) -> Self {
         Self { most: Some(most), ..self.clone() }
     }
@@ -480,7 +481,7 @@ impl Tokenizer {
         self.encode_with(text, false)
     }
 
-    /// Sets whether the tokenizer is that of an encoder-decoder. Prompt and response are then encoded and decoded as two texts: the
+    /// Sets whether the tokenizer belongs to an encoder-decoder. Prompt and response are then encoded and decoded as two texts: the
     /// prompt keeps the eos that the tokenizer appends, and the response starts as any text does.
     pub fn set_encoder_decoder(&mut self, on: bool) {
         self.apart = on;
@@ -519,12 +520,12 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer cannot encode a text.
     pub fn around_prompts(&self) -> Result<(Vec<i64>, Vec<i64>)> {
-        // Around a text that is not empty: the same token may be before texts (OPT's `</s>`) or after them (T5's).
-        let (own, mut before) = (self.encode_verbatim("a")?, self.encode_prompt("a")?);
-        let Some(at) = before.windows(own.len().max(1)).position(|part| part == own) else {
+        // Encodes a text that is not empty: `</s>` alone could come before texts (OPT) or after them (T5).
+        let (text, mut before) = (self.encode_verbatim("a")?, self.encode_prompt("a")?);
+        let Some(at) = before.windows(text.len().max(1)).position(|part| part == text) else {
             return Ok(Default::default());
         };
-        let after = before.split_off(at + own.len());
+        let after = before.split_off(at + text.len());
         before.truncate(at);
         Ok((before, after))
     }
@@ -533,8 +534,8 @@ impl Tokenizer {
     fn without_added_eos(&self, mut ids: Vec<i64>, text: &str) -> Result<Vec<i64>> {
         if ids.last().is_some_and(|id| self.eos.contains(id)) {
             let ends = |ids: &[i64]| ids.iter().rev().take_while(|id| self.eos.contains(id)).count();
-            let own = ends(&self.encode_verbatim(text)?);
-            ids.truncate(ids.len() - ends(&ids).saturating_sub(own));
+            let in_text = ends(&self.encode_verbatim(text)?);
+            ids.truncate(ids.len() - ends(&ids).saturating_sub(in_text));
         }
         Ok(ids)
     }
@@ -575,7 +576,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
-    /// Token ids of a prompt with its response, eos last, and the index of the first token that is not the prompt's.
+    /// Token ids of a prompt with its response, eos last, and the index of the first token after the prompt.
     ///
     /// The two are encoded as one text, as in TRL: encoded separately, a SentencePiece tokenizer would put a space between
     /// them. A token that crosses the boundary belongs to the response. For an encoder-decoder they are two texts.
@@ -657,9 +658,9 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes each id as the part that it adds to the text of all, without special tokens: joined, the parts are
-    /// [`Tokenizer::decode`] of all, as long as their bytes are text and it is not cleaned up. The last id of a character that several
-    /// encode has all of it, and the others are empty.
+    /// Decodes each id to the part that it adds to the whole text, without special tokens: joined, the parts are
+    /// [`Tokenizer::decode`] of all ids, as long as their bytes are text that is not cleaned up. If several ids encode one character, the last
+    /// one gets the whole character, and the others are empty.
     ///
     /// # Errors
     /// If the tokenizer cannot decode them.
@@ -672,13 +673,13 @@ impl Tokenizer {
         Ok(parts)
     }
 
-    /// Starts decoding the continuation of `prompt`, a token at a time.
+    /// Starts decoding the continuation of `prompt`, one token at a time.
     pub fn stream(&self, prompt: &[i64]) -> TextStream<'_> {
         let prompt = if self.apart { &[] } else { prompt };
         TextStream { tokenizer: self, ids: prompt.to_vec(), start: 0, shown: prompt.len(), kept: None }
     }
 
-    /// As [`Tokenizer::stream`], with the special tokens `kept` as their names.
+    /// As [`Tokenizer::stream`], but the special tokens `kept` appear in the text by their names.
     fn stream_with(&self, prompt: &[i64], kept: Vec<i64>) -> TextStream<'_> {
         TextStream { kept: Some(kept), ..self.stream(prompt) }
     }
@@ -690,7 +691,7 @@ impl Tokenizer {
         token.is_some_and(|token| inner.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// Returns the text of one token alone, as it reads after the token `before`; a special token is its name. Bytes that are no
+    /// Returns the text of one token alone, as it reads after the token `before`; a special token is its name. Bytes that form no
     /// whole character are U+FFFD.
     ///
     /// # Errors
@@ -723,7 +724,7 @@ impl Tokenizer {
     }
 
     /// The id of the token that DeepSpeed-Chat pads texts of `model` with: eos, except for Llama, whose tokenizer keeps its own padding
-    /// token; `None` where DeepSpeed-Chat would add one that no text has.
+    /// token; `None` if DeepSpeed-Chat would add a new token, which no text has.
     pub fn deepspeed_chat_pad(&self, model: &ModelConfig) -> Option<i64> {
         let is_llama = model.family.name == "llama";
         if is_llama { self.pad() } else { self.eos().or(self.pad()) }
@@ -762,8 +763,8 @@ impl Tokenizer {
         if !self.files.iter().any(|(name, _)| *name == TOKENIZER_CONFIG) {
             self.files.push((TOKENIZER_CONFIG, b"{}".to_vec()));
         }
-        let of_tokens = |name: &str| [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP].contains(&name);
-        for (name, bytes) in self.files.iter_mut().filter(|(name, _)| of_tokens(name)) {
+        let names_tokens = |name: &str| [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP].contains(&name);
+        for (name, bytes) in self.files.iter_mut().filter(|(name, _)| names_tokens(name)) {
             let invalid = |error: serde_json::Error| Error::invalid(self.dir.join(*name), error.to_string());
             let mut settings: Map<String, Value> = serde_json::from_slice(bytes).map_err(invalid)?;
             settings.insert(EOS_TOKEN.into(), token.into());
@@ -785,7 +786,7 @@ impl Tokenizer {
         if self.ids <= model.vocab_size {
             return Ok(());
         }
-        let added = self.inner.as_ref().filter(|_| self.own_ids <= model.vocab_size);
+        let added = self.inner.as_ref().filter(|_| self.file_ids <= model.vocab_size);
         if let Some((token, id)) = added.and_then(|inner| self.described.first_from(inner, model.vocab_size)) {
             let message = format!(
                 "{token:?} is named by a file beside tokenizer.json, which lacks it, and gets the id {id}: expected ids below vocab_size {} \
@@ -833,24 +834,24 @@ impl Tokenizer {
 
     /// Number of this tokenizer's tokens that have another id, or none, in `other`.
     pub fn difference(&self, other: &Self) -> usize {
-        if let (Some(own), Some(theirs)) = (&self.inner, &other.inner)
-            && Arc::ptr_eq(own, theirs)
+        if let (Some(inner), Some(other_inner)) = (&self.inner, &other.inner)
+            && Arc::ptr_eq(inner, other_inner)
         {
             return 0;
         }
-        let theirs = other.vocab();
-        self.vocab().iter().filter(|(token, id)| theirs.get(*token) != Some(id)).count()
+        let other_vocab = other.vocab();
+        self.vocab().iter().filter(|(token, id)| other_vocab.get(*token) != Some(id)).count()
     }
 
     /// Number of tokens that were added to this tokenizer's vocabulary and that `other` does not have.
     pub fn added_beyond(&self, other: &Self) -> usize {
-        let Some(own) = &self.inner else { return 0 };
-        let (without_added, of_other) = (own.get_vocab(false), other.vocab());
-        let is_added = |token: &&String| !without_added.contains_key(*token) && !of_other.contains_key(*token);
+        let Some(inner) = &self.inner else { return 0 };
+        let (without_added, other_vocab) = (inner.get_vocab(false), other.vocab());
+        let is_added = |token: &&String| !without_added.contains_key(*token) && !other_vocab.contains_key(*token);
         self.vocab().keys().filter(is_added).count()
     }
 
-    /// Truncates texts of more than `most` tokens to their last tokens from now on; added special tokens are kept.
+    /// From now on, truncates texts of more than `most` tokens to their last tokens; added special tokens are kept.
     ///
     /// # Errors
     /// If there are more than `most` special tokens.
@@ -862,8 +863,8 @@ impl Tokenizer {
         done.map_err(|message| self.error(&message))
     }
 
-    /// Writes the tokenizer's files to `dir`, byte for byte as they were read, but for a class that transformers takes for another one beside the
-    /// text part of a model.
+    /// Writes the tokenizer's files to `dir`, byte for byte as they were read. Only a class name that transformers would misread for the text part
+    /// of a model is changed.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -937,7 +938,7 @@ impl TextStream<'_> {
             end = self.shown + rest;
             text = self.tokenizer.decode_with(&self.ids[self.start..end], skips)?;
         }
-        // The whole of `before`, unless its last bytes were no character and are part of one now.
+        // This is all of `before`, unless its last bytes were an incomplete character that is complete now.
         let pairs = before.chars().zip(text.chars());
         let shared: usize = pairs.take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
         (self.start, self.shown) = (self.shown, end);
@@ -946,14 +947,14 @@ impl TextStream<'_> {
 }
 
 /// Loads the `tokenizer.json` at `path`, whose bytes are `json`, without its padding and truncation, which would change the ids of a
-/// text; with one more than its largest id, and the token of the padding.
+/// text. Also returns one more than its largest id, and the token of the padding.
 fn load(path: &Path, json: &[u8]) -> Result<(tokenizers::Tokenizer, i64, Option<String>)> {
-    let (mut found, ids) = guarded(|| file::read(json))
+    let (mut tokenizer, ids) = guarded(|| file::read(json))
         .map_err(|e| Error::invalid(path, format!("not a tokenizer that can be read: {e}")))?;
-    let pad = found.get_padding().map(|padding| padding.pad_token.clone());
-    found.with_padding(None);
-    found.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
-    Ok((found, ids, pad))
+    let pad = tokenizer.get_padding().map(|padding| padding.pad_token.clone());
+    tokenizer.with_padding(None);
+    tokenizer.with_truncation(None).map_err(|e| Error::invalid(path, e.to_string()))?;
+    Ok((tokenizer, ids, pad))
 }
 
 /// The JSON file `name` in `dir`; null if there is none.
@@ -990,10 +991,10 @@ mod tests {
         };
         let (eos, tokenizer) = read("split");
         assert_eq!(tokenizer.around_prompts().unwrap(), (vec![eos], vec![]));
-        let (eos, mut of_t5) = read("t5");
-        of_t5.set_encoder_decoder(true);
-        assert_eq!(of_t5.around_prompts().unwrap(), (vec![], vec![eos]));
-        of_t5.set_encoder_decoder(false);
-        assert_eq!(of_t5.around_prompts().unwrap(), (vec![], vec![]));
+        let (eos, mut t5) = read("t5");
+        t5.set_encoder_decoder(true);
+        assert_eq!(t5.around_prompts().unwrap(), (vec![], vec![eos]));
+        t5.set_encoder_decoder(false);
+        assert_eq!(t5.around_prompts().unwrap(), (vec![], vec![]));
     }
 }

@@ -371,7 +371,7 @@ impl Algebra {
 
 /// Returns the factors of a positive number with their counts: primes, and a rest without small factors.
 fn factors(mut number: i128) -> Vec<(i128, u32)> {
-    let mut found = Vec::new();
+    let mut factors = Vec::new();
     for prime in 2..=MAX_PRIME {
         if prime * prime > number {
             break;
@@ -382,11 +382,11 @@ fn factors(mut number: i128) -> Vec<(i128, u32)> {
             count += 1;
         }
         if count > 0 {
-            found.push((prime, count));
+            factors.push((prime, count));
         }
     }
     if number > 1 {
-        found.push((number, 1));
+        factors.push((number, 1));
     }
-    found
+    factors
 }

@@ -29,14 +29,12 @@ pub(super) fn exprs(gold: &Expr, answer: &Expr) -> Same {
     }
     if infinite(gold) || infinite(answer) {
         let (a, b) = (numeric::constant(gold), numeric::constant(answer));
-        // math-verify holds powers and functions of infinity apart from infinity itself.
+        // math-verify distinguishes powers and functions of infinity from infinity itself.
         let compound = |e: &Expr| e.any(&|part| matches!(part, Expr::Power(..) | Expr::Function(..)));
         let unknown = a.is_nan() || b.is_nan() || compound(gold) || compound(answer);
         // A number that is too large to compute is not infinity.
-        return match infinite(gold) && infinite(answer) {
-            true if unknown => Same::Unknown,
-            both => Same::of(both && a == b && a.is_infinite()),
-        };
+        let both = infinite(gold) && infinite(answer);
+        return if both && unknown { Same::Unknown } else { Same::of(both && a == b && a.is_infinite()) };
     }
     if percentages(gold, answer) {
         return Same::Yes;
@@ -151,7 +149,7 @@ fn points(gold: &Expr, answer: &Expr) -> Same {
     let mut agreed = [0; 2];
     let mut same = true;
     for (at, point) in POINTS.iter().enumerate() {
-        // Each variable has a value of its own.
+        // Each variable has its own value.
         let variable = |name: &str| {
             let hash = name.bytes().fold(7u32, |hash, byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
             point + point.signum() * f64::from(hash % 1009) / 1511.0

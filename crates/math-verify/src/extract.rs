@@ -21,7 +21,7 @@ pub(super) struct Found {
     pub(super) text: String,
 }
 
-/// Formulas: a range of the text and, after "and" or a comma, the next ones. `in_box` is true if the text is that of a box command.
+/// Formulas: a range of the text and, after "and" or a comma, the next ones. `in_box` is true if the text belongs to a box command.
 #[derive(Debug, Clone, Default)]
 struct Formulas {
     contents: Vec<(usize, usize, bool)>,
@@ -66,7 +66,10 @@ pub(super) fn answer(text: &str) -> Option<Found> {
     let levels =
         [[anchors[0].clone(), boxes(text)].concat(), anchors[1].clone(), anchors[2].clone(), anchors[3].clone()];
     let first = levels.into_iter().find(|level| !level.is_empty())?;
-    first.into_iter().max_by_key(|found| (found.end, usize::MAX - found.start)).map(|found| read(text, &found, false))
+    first
+        .into_iter()
+        .max_by_key(|formulas| (formulas.end, usize::MAX - formulas.start))
+        .map(|formulas| read(text, &formulas, false))
 }
 
 /// Returns the answer of a solution; `None` if there is nothing that could be one.
@@ -78,7 +81,7 @@ pub(super) fn solution(text: &str) -> Option<Found> {
     for level in 0..5 {
         let mut candidates: Vec<(usize, usize, Candidate<'_>)> = Vec::new();
         let formulas = anchors.get(level).cloned().unwrap_or_else(|| formulas(text, false));
-        candidates.extend(formulas.into_iter().map(|found| (found.end, found.start, Candidate::Formulas(found))));
+        candidates.extend(formulas.into_iter().map(|one| (one.end, one.start, Candidate::Formulas(one))));
         let plain = PLAIN.anchored.get(level).map_or(vec![&PLAIN.calculation, &PLAIN.number], |regex| vec![regex]);
         for captures in plain.into_iter().flat_map(|regex| regex.captures_iter(text)) {
             if let Some(whole) = captures.get(0) {
@@ -87,20 +90,20 @@ pub(super) fn solution(text: &str) -> Option<Found> {
         }
         candidates.sort_by_key(|(end, start, _)| (usize::MAX - end, *start));
         for (end, _, candidate) in candidates {
-            let found = match candidate {
+            let answer = match candidate {
                 // The number before an equals sign is another one.
                 Candidate::Plain(_) if (2..4).contains(&level) && text[end..].trim_start().starts_with('=') => {
                     Found { value: Err(Fault::Unsupported), text: String::new() }
                 }
                 Candidate::Plain(captures) => plain_value(&captures),
-                Candidate::Formulas(found) => read(text, &found, true),
+                Candidate::Formulas(formulas) => read(text, &formulas, true),
             };
-            if first.is_none() && !found.text.is_empty() {
-                first = Some(found.text.clone());
+            if first.is_none() && !answer.text.is_empty() {
+                first = Some(answer.text.clone());
             }
             // A formula with commands may be one that only this parser refuses: what follows is not read in its place.
-            if found.value != Err(Fault::Syntax) || found.text.contains('\\') {
-                return Some(Found { text: first.unwrap_or_default(), ..found });
+            if answer.value != Err(Fault::Syntax) || answer.text.contains('\\') {
+                return Some(Found { text: first.unwrap_or_default(), ..answer });
             }
         }
     }
@@ -122,8 +125,8 @@ fn ending(text: &str) -> &str {
 }
 
 /// Returns the value of a calculation or a number.
-fn plain_value(found: &regex::Captures<'_>) -> Found {
-    let group = |name| found.name(name).map(|group| group.as_str());
+fn plain_value(captures: &regex::Captures<'_>) -> Found {
+    let group = |name| captures.name(name).map(|group| group.as_str());
     if let Some(calculation) = group("calculation") {
         return Found { value: calculation_value(calculation), text: calculation.to_string() };
     }
@@ -161,10 +164,10 @@ fn calculation_value(text: &str) -> Result<Value, Fault> {
 }
 
 /// Returns the value of formulas: one value, or the set of several.
-fn read(text: &str, found: &Formulas, repairs: bool) -> Found {
-    let boxes = if found.in_box { Boxes::Last } else { Boxes::All };
+fn read(text: &str, formulas: &Formulas, repairs: bool) -> Found {
+    let boxes = if formulas.in_box { Boxes::Last } else { Boxes::All };
     let mut parts: Vec<(Result<Value, Fault>, String)> = Vec::new();
-    for &(start, end, percent) in &found.contents {
+    for &(start, end, percent) in &formulas.contents {
         let Some(text) = normalize(&text[start..end], boxes, repairs) else {
             parts.push((Err(Fault::Unsupported), String::new()));
             continue;
@@ -190,15 +193,15 @@ fn read(text: &str, found: &Formulas, repairs: bool) -> Found {
     Found { value: Ok(Value::Set(elements.collect())), text }
 }
 
-/// Returns the boxes of a text: those within formulas, and all from the first one to the last closing brace.
+/// Returns the boxes of a text: each box within formulas, and everything from the first box to the last closing brace.
 fn boxes(text: &str) -> Vec<Formulas> {
-    let mut found = formulas(text, true);
+    let mut boxes = formulas(text, true);
     if let Some(start) = text.find("\\boxed{")
         && let Some(end) = text.rfind('}').filter(|&end| end > start + "\\boxed{".len())
     {
-        found.push(Formulas { contents: vec![(start, end + 1, false)], start, end: end + 1, in_box: true });
+        boxes.push(Formulas { contents: vec![(start, end + 1, false)], start, end: end + 1, in_box: true });
     }
-    found
+    boxes
 }
 
 /// Returns the formulas after "final answer is ... I hope", "final answer ... is", "answer:" and "answer".
@@ -208,16 +211,16 @@ fn anchors(text: &str) -> [Vec<Formulas>; 4] {
     });
     static HOPE: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"^\.?\s?I hope").expect("a valid regular expression"));
     let mut scan = Scan::new(text);
-    let mut found: [Vec<Formulas>; 4] = Default::default();
+    let mut levels: [Vec<Formulas>; 4] = Default::default();
     for anchor in FINAL.captures_iter(text) {
         let (Some(whole), Some(gap)) = (anchor.get(0), anchor.name("gap")) else { continue };
         let place = scan.with_space(whole.end());
         let Some(formulas) = scan.formulas(place, false) else { continue };
         let formulas = Formulas { start: whole.start(), ..formulas };
         if gap.is_empty() && HOPE.is_match(&text[formulas.end..]) {
-            found[0].push(formulas.clone());
+            levels[0].push(formulas.clone());
         }
-        found[1].push(formulas);
+        levels[1].push(formulas);
     }
     let lower = text.to_ascii_lowercase();
     for (level, word) in [(2, "answer:"), (3, "answer")] {
@@ -226,27 +229,27 @@ fn anchors(text: &str) -> [Vec<Formulas>; 4] {
             let places = text[start + word.len()..].char_indices().map(|(at, _)| start + word.len() + at);
             let formulas = places.take(51).find_map(|at| scan.formulas(at, false));
             from = formulas.as_ref().map_or(start + word.len(), |formulas| formulas.end);
-            found[level].extend(formulas.map(|formulas| Formulas { start, ..formulas }));
+            levels[level].extend(formulas.map(|formulas| Formulas { start, ..formulas }));
         }
     }
-    found
+    levels
 }
 
-/// Returns the formulas of a text from left to right; with `boxed`, those that have a box in them.
+/// Returns the formulas of a text from left to right; with `boxed`, only formulas with a box in them.
 fn formulas(text: &str, boxed: bool) -> Vec<Formulas> {
     let mut scan = Scan::new(text);
-    let mut found = Vec::new();
+    let mut all = Vec::new();
     let mut at = 0;
     while let Some(next) = text[at..].find(|c: char| "$\\-".contains(c) || c.is_whitespace()).map(|next| at + next) {
         match scan.formulas(next, boxed) {
             Some(formulas) => {
                 at = formulas.end;
-                found.push(formulas);
+                all.push(formulas);
             }
             None => at = next + text[next..].chars().next().map_or(1, char::len_utf8),
         }
     }
-    found
+    all
 }
 
 /// Finds formulas in a text. The place of the next closing sign of each kind is kept, so that a text of opening signs is not
@@ -267,14 +270,14 @@ impl<'a> Scan<'a> {
     fn find(&mut self, sign: &str, from: usize) -> Option<usize> {
         let text = self.text;
         let entry = self.next.iter_mut().find(|(known, ..)| *known == sign)?;
-        let (_, start, found) = entry;
-        if *start > from || found.is_some_and(|found| found < from) {
-            (*start, *found) = (from, text.get(from..)?.find(sign).map(|at| from + at));
+        let (_, start, place) = entry;
+        if *start > from || place.is_some_and(|place| place < from) {
+            (*start, *place) = (from, text.get(from..)?.find(sign).map(|at| from + at));
         }
-        *found
+        *place
     }
 
-    /// Returns the formula that starts at `at`, with those that follow after "and", "or" or a comma.
+    /// Returns the formula that starts at `at`, with the formulas that follow after "and", "or" or a comma.
     fn formulas(&mut self, at: usize, boxed: bool) -> Option<Formulas> {
         let (content, mut end) = self.formula(at, boxed)?;
         let mut contents = vec![content];

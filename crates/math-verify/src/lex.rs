@@ -215,9 +215,9 @@ impl<'a> Lexer<'a> {
     /// Skips a sign of degrees, if one follows.
     fn degree(&mut self) -> bool {
         let signs = ["^\\circ", "^{\\circ}", "^\\degree", "^{\\degree}", "^°", "^{°}"];
-        let found = signs.iter().find_map(|sign| self.rest.strip_prefix(sign));
+        let after_sign = signs.iter().find_map(|sign| self.rest.strip_prefix(sign));
         // `\circle` and the like are other commands.
-        let Some(rest) = found.filter(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic())) else {
+        let Some(rest) = after_sign.filter(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic())) else {
             return false;
         };
         self.rest = rest;

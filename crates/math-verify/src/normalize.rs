@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 pub(super) enum Boxes {
     /// All, as a list.
     All,
-    /// The last one, and those shortly before it.
+    /// The last box, and boxes shortly before it.
     Last,
 }
 
@@ -51,8 +51,8 @@ pub(super) fn normalize(text: &str, boxes: Boxes, repairs: bool) -> Option<Strin
     let text = text.replace("\\mathrm{T}", "T").replace("\\mathrm{d}", "d").replace("{\\rm d}", "d");
     let text = RIGHT.replace_all(&LEFT.replace_all(&text, "$1"), "$1").into_owned();
     // A quote after a backslash stays.
-    let text = REMOVED.replace_all(&text, |found: &Captures<'_>| match found.get(1) {
-        Some(_) => found[0].to_string(),
+    let text = REMOVED.replace_all(&text, |captures: &Captures<'_>| match captures.get(1) {
+        Some(_) => captures[0].to_string(),
         None => String::new(),
     });
     let mut text = replaced(&text).replace(['\n', '\t'], " ");
@@ -95,7 +95,7 @@ fn single_backslashes(text: &str) -> String {
 
 /// Returns the contents of the boxes of a text, or the text if it has none.
 pub(super) fn boxed(text: &str, boxes: Boxes) -> String {
-    let mut found: Vec<&str> = Vec::new();
+    let mut contents: Vec<&str> = Vec::new();
     let (mut end, mut last_start) = (text.len(), None);
     while let Some((start, command)) = last_box(&text[..end]) {
         let inner = &text[command..end];
@@ -106,8 +106,8 @@ pub(super) fn boxed(text: &str, boxes: Boxes) -> String {
         let close = if text[open..end].starts_with('{') { closing_brace(&text[open..end]) } else { None };
         let Some(close) = close.map(|close| open + close) else {
             // A box without an end goes to the end of the text.
-            if found.is_empty() {
-                found.push(&text[open..]);
+            if contents.is_empty() {
+                contents.push(&text[open..]);
             }
             break;
         };
@@ -115,22 +115,22 @@ pub(super) fn boxed(text: &str, boxes: Boxes) -> String {
         if let (Boxes::Last, Some(next)) = (boxes, last_start)
             && !belongs(
                 content,
-                found.last().copied().unwrap_or_default(),
+                contents.last().copied().unwrap_or_default(),
                 text.get(close + 1..next).unwrap_or_default(),
             )
         {
             break;
         }
-        if found.last() != Some(&content) {
-            found.push(content);
+        if contents.last() != Some(&content) {
+            contents.push(content);
         }
         (end, last_start) = (start, Some(start));
     }
-    if found.is_empty() {
+    if contents.is_empty() {
         return text.to_string();
     }
-    found.reverse();
-    found.join(",")
+    contents.reverse();
+    contents.join(",")
 }
 
 /// Returns where the last box command starts and ends.
@@ -184,7 +184,7 @@ fn replaced(text: &str) -> String {
 fn replacement(text: &str, at: usize) -> Option<(usize, &'static str)> {
     let rest = &text[at..];
     let before = text[..at].chars().next_back();
-    let first_of =
+    let starting_with =
         |names: &[&str], sign| names.iter().find(|name| rest.starts_with(**name)).map(|name| (name.len(), sign));
     let space = rest.len() - rest.trim_start().len();
     let comma = usize::from(rest.starts_with(','));
@@ -194,18 +194,18 @@ fn replacement(text: &str, at: usize) -> Option<(usize, &'static str)> {
     let ends = |len: usize| !word[len..].starts_with(|c: char| c.is_ascii_alphabetic());
     let whole_word = |len: usize| !word[len..].starts_with(|c: char| c.is_alphanumeric() || c == '_');
     let starts = gap > 0 || !before.is_some_and(|c| c.is_alphanumeric() || c == '_');
-    if let Some(found) = first_of(&["\\mathrm", "\\mathit", "\\mathbf"], "\\text")
-        .or_else(|| first_of(&["\\textnormal", "\\textbf", "\\textit", "\\textrm"], "\\text"))
-        .or_else(|| first_of(&["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac"))
+    if let Some(replacement) = starting_with(&["\\mathrm", "\\mathit", "\\mathbf"], "\\text")
+        .or_else(|| starting_with(&["\\textnormal", "\\textbf", "\\textit", "\\textrm"], "\\text"))
+        .or_else(|| starting_with(&["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac"))
     {
-        return Some(found);
+        return Some(replacement);
     }
     let first_space = rest.chars().next().filter(|c| c.is_whitespace()).map(char::len_utf8);
     if let Some(len) = first_space.filter(|&len| rest[len..].starts_with('.')) {
         return Some((len + 1, " 0."));
     }
-    if let Some(found) = first_of(&["{."], "{0.").or_else(|| first_of(&["~="], "\\approx")) {
-        return Some(found);
+    if let Some(replacement) = starting_with(&["{."], "{0.").or_else(|| starting_with(&["~="], "\\approx")) {
+        return Some(replacement);
     }
     if let Some(inner) = rest[space..].strip_prefix('{').map(str::trim_start)
         && let Some(close) = inner.strip_prefix(',').map(str::trim_start)

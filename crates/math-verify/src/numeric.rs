@@ -8,25 +8,25 @@ const EULER_GAMMA: f64 = 0.577_215_664_901_532_9;
 
 /// Returns the value of an expression where the variable `name` has the value `variable(name)`; NaN where it has no real value.
 pub(super) fn value(e: &Expr, variable: &impl Fn(&str) -> f64) -> f64 {
-    let of = |e: &Expr| value(e, variable);
+    let eval = |e: &Expr| value(e, variable);
     match e {
         Expr::Number { value, .. } => value.to_f64(),
-        Expr::Percent(inner) => of(inner) / 100.0,
+        Expr::Percent(inner) => eval(inner) / 100.0,
         Expr::Symbol { name, complex: false } => variable(name),
         Expr::Symbol { .. } | Expr::ImaginaryUnit | Expr::Undefined => f64::NAN,
         Expr::Pi => PI,
         Expr::Euler => E,
         Expr::EulerGamma => EULER_GAMMA,
         Expr::Infinity => f64::INFINITY,
-        Expr::Sum(terms) => terms.iter().map(of).sum(),
-        Expr::Product(factors) => factors.iter().map(of).product(),
+        Expr::Sum(terms) => terms.iter().map(eval).sum(),
+        Expr::Product(factors) => factors.iter().map(eval).product(),
         Expr::Power(base, exponent) => {
-            let (base, exponent) = (of(base), of(exponent));
+            let (base, exponent) = (eval(base), eval(exponent));
             if base == 0.0 && exponent <= 0.0 { f64::NAN } else { base.powf(exponent) }
         }
         Expr::Function(name, arguments) => match arguments.as_slice() {
-            [argument] => function(name, of(argument)),
-            [argument, base] if name == "log" => of(argument).ln() / of(base).ln(),
+            [argument] => function(name, eval(argument)),
+            [argument, base] if name == "log" => eval(argument).ln() / eval(base).ln(),
             _ => f64::NAN,
         },
     }

@@ -107,9 +107,9 @@ impl Parser {
 
     /// Skips `sign` if it is next.
     fn skip(&mut self, sign: &str) -> bool {
-        let found = self.sign() == Some(sign);
-        self.at += usize::from(found);
-        found
+        let is_next = self.sign() == Some(sign);
+        self.at += usize::from(is_next);
+        is_next
     }
 
     fn expect(&mut self, sign: &str) -> Parsed<()> {
@@ -331,7 +331,7 @@ impl Parser {
                 "~" => {
                     self.at += 1;
                     let right = self.expr()?;
-                    // Of `x \approx 3.14` the number counts; of two numbers, the exact one.
+                    // In `x \approx 3.14` the number counts; of two numbers, the exact one.
                     if chain.is_empty() && last.is_of_symbols() {
                         last = right;
                     }

@@ -105,7 +105,7 @@ const SOURCES: [(&str, &str); 8] = [
     ("adam", include_str!("../csrc/gpu/adam.cu")),
 ];
 
-/// Options of the compiler, beside the architecture.
+/// Options of the compiler, in addition to the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--diag-suppress=177"];
 
 /// The architecture that the kernels were loaded for, and a bit for each GPU that uses them.
@@ -140,8 +140,8 @@ pub fn use_gpu_kernels(number: usize, folder: Option<&Path>) -> Result<(), Strin
     // SAFETY: both pointers live until the call returns.
     into_result(unsafe { tch_ext_gpu_versions(device, &raw mut nvrtc, &raw mut arch) })?;
     let before = match *in_use {
-        Some((of, devices)) if of == arch => devices,
-        Some((of, _)) => return Err(format!("a GPU of architecture {arch} beside one of {of}")),
+        Some((loaded_arch, devices)) if loaded_arch == arch => devices,
+        Some((loaded_arch, _)) => return Err(format!("a GPU of architecture {arch} beside one of {loaded_arch}")),
         None => {
             for (name, source) in SOURCES {
                 load(name, &format!("{COMMON}{source}"), (nvrtc, arch, device), folder)?;
@@ -425,7 +425,7 @@ mod tests {
         let kernels = gpu_kernels();
         assert_eq!(kernels.len(), 52);
         for GpuKernel { source, name, .. } in &kernels {
-            let text = SOURCES.iter().find(|(of, _)| of == source);
+            let text = SOURCES.iter().find(|(name, _)| name == source);
             // Its name, or the part before the dtype that a macro appends.
             let stem = name.split("_f32").next().and_then(|name| name.split("_bf16").next()).unwrap();
             assert!(text.is_some_and(|(_, text)| text.contains(stem)), "{name}: not in {source}");

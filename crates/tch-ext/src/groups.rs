@@ -86,7 +86,7 @@ pub struct Rendezvous {
     pub port: u16,
     /// Whether this process serves the store; otherwise rank 0 or a launcher does.
     pub serves: bool,
-    /// Separates the keys of one start from those of another.
+    /// Separates the keys of one start from the keys of another.
     pub prefix: String,
     /// Number of this process, from 0.
     pub rank: usize,
@@ -107,7 +107,7 @@ pub enum Reduce {
     Max,
 }
 
-/// The store through which processes meet, before and beside their collectives.
+/// The store through which processes find each other and exchange values outside their collectives.
 ///
 /// # Errors
 /// All methods return c10d's message if the store cannot be reached.
@@ -300,7 +300,7 @@ impl Group {
         })
     }
 
-    /// Replaces `tensor` by that of the process `root`.
+    /// Replaces `tensor` by the tensor of the process `root`.
     ///
     /// # Errors
     /// As for all collectives of a group.

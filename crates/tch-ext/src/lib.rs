@@ -29,7 +29,7 @@ pub use ops::{
 };
 pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};
 
-/// Name of the library that `make cuda` builds beside libtorch's: NCCL's groups and CUDA's graphs.
+/// Name of the library that `make cuda` builds next to libtorch's: NCCL's groups and CUDA's graphs.
 pub const CUDA_LIBRARY: &str = "libtch_ext_cuda.so";
 
 use std::ffi::{CStr, c_char, c_int};
@@ -99,10 +99,10 @@ pub fn release_memory() {
     unsafe { tch_ext_release_memory() }
 }
 
-/// Returns the folder of the libtorch in use, that of `libtorch_cpu.so`.
+/// Returns the folder of the libtorch in use, which has `libtorch_cpu.so`.
 ///
 /// # Errors
-/// If libtorch is not a library of its own in this process.
+/// If libtorch is not a separate library in this process.
 pub fn libtorch_folder() -> Result<PathBuf, String> {
     let mut out = std::ptr::null_mut();
     // SAFETY: the pointer lives until the call returns.

@@ -65,7 +65,7 @@ pub fn bump_version(param: &Tensor) {
     unsafe { tch_ext_bump_version(param.as_ptr()) }
 }
 
-/// Returns the number of bytes of the memory that `tensor` is in, of which it may be a part.
+/// Returns the number of bytes of the memory that `tensor` is in; the tensor may be a part of it.
 pub fn storage_bytes(tensor: &Tensor) -> usize {
     // SAFETY: it is alive.
     unsafe { tch_ext_storage_bytes(tensor.as_ptr()) }

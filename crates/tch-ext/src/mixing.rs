@@ -20,7 +20,7 @@ pub struct DeltaSizes {
     pub value_dim: i64,
 }
 
-/// Packed sequences, each of which may continue an earlier one: its state begins with that after the other's last token.
+/// Packed sequences, each of which may continue an earlier one: it starts with the state after the other's last token.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedRows<'a> {
     /// Offset of each sequence, and the end of the last.

@@ -16,7 +16,7 @@ unsafe extern "C" {
     fn tch_ext_file_enter(file: *const c_void, from: usize, bytes: usize);
 }
 
-/// Places of tensors are multiples of this, as those of libtorch's allocator are: kernels round alike.
+/// Places of tensors are multiples of this, as in libtorch's allocator, so that kernels round alike.
 const ALIGNMENT: usize = 64;
 
 /// Bytes that are moved before they are written to the disk.
@@ -145,9 +145,9 @@ mod tests {
     fn resident(tensor: &Tensor) -> usize {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let start = format!("{:x}-", tensor.data_ptr() as usize);
-        let own = maps.lines().skip_while(|line| !line.starts_with(&start));
-        let found = own.filter_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok()).next();
-        found.unwrap_or_else(|| panic!("no mapping at {start}"))
+        let lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let size = lines.filter_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok()).next();
+        size.unwrap_or_else(|| panic!("no mapping at {start}"))
     }
 
     #[test]

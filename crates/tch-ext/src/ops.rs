@@ -124,7 +124,7 @@ unsafe extern "C" {
         lse: *const C_tensor,
         coefficients: *const C_tensor,
         entropy: *const C_tensor,
-        of_entropy: *const C_tensor,
+        entropy_coefficients: *const C_tensor,
     ) -> *mut c_char;
     fn tch_ext_logits_sample(
         logits: *const C_tensor,
@@ -165,7 +165,7 @@ unsafe extern "C" {
     fn tch_ext_select_rows(out: *mut *mut C_tensor, x: *const C_tensor, index: *const C_tensor) -> *mut c_char;
 }
 
-/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU. Not while it emulates those of a GPU.
+/// Returns true if there are kernels for tensors of this dtype on this device: f32 and bf16 on the CPU. False while the CPU emulates a GPU's kernels.
 pub fn has_kernels(kind: Kind, device: Device) -> bool {
     device == Device::Cpu && matches!(kind, Kind::Float | Kind::BFloat16) && !crate::has_gpu_kernels(kind, device)
 }
@@ -355,7 +355,7 @@ pub fn linear(
     })
 }
 
-/// Low-rank matrices beside the weight of a linear layer, both f32.
+/// Low-rank matrices in addition to the weight of a linear layer, both f32.
 #[derive(Debug, Clone, Copy)]
 pub struct LowRank<'a> {
     /// `[r, in]`.
@@ -445,11 +445,11 @@ impl Quantized<'_> {
 pub fn dequantize(weight: &Quantized<'_>, kind: Kind, plain: bool) -> Tensor {
     let raw = weight.raw();
     // SAFETY: `raw` has pointers to borrowed tensors, or null; the shim checks their dtypes and sizes.
-    new_tensor(|out| unsafe { tch_ext_dequantize(out, &raw const raw, number_of(kind), plain) })
+    new_tensor(|out| unsafe { tch_ext_dequantize(out, &raw const raw, kind_number(kind), plain) })
 }
 
 /// libtorch's number of a dtype of products.
-fn number_of(kind: Kind) -> c_int {
+fn kind_number(kind: Kind) -> c_int {
     match kind {
         Kind::Float => 6,
         Kind::Half => 5,
@@ -476,7 +476,7 @@ pub fn quantized_linear(
     let scale = adapter.map_or(0.0, |adapter| adapter.scale);
     // SAFETY: as in `dequantize`; autograd holds counted references to the tensors.
     new_tensor(|out| unsafe {
-        tch_ext_quantized_linear(out, x.as_ptr(), &raw const raw, bias, a, b, scale, number_of(kind))
+        tch_ext_quantized_linear(out, x.as_ptr(), &raw const raw, bias, a, b, scale, kind_number(kind))
     })
 }
 
@@ -571,7 +571,8 @@ pub fn logits_gradient(
     coefficients: &Tensor,
     entropy: Option<(&Tensor, &Tensor)>,
 ) {
-    let (entropy, of_entropy) = entropy.map_or((null(), null()), |(value, slope)| (value.as_ptr(), slope.as_ptr()));
+    let (entropy, entropy_coefficients) =
+        entropy.map_or((null(), null()), |(value, slope)| (value.as_ptr(), slope.as_ptr()));
     // SAFETY: `logits` is borrowed mutably, the others are read; the shim checks their shapes.
     expect(into_result(unsafe {
         tch_ext_logits_gradient(
@@ -581,7 +582,7 @@ pub fn logits_gradient(
             lse.as_ptr(),
             coefficients.as_ptr(),
             entropy,
-            of_entropy,
+            entropy_coefficients,
         )
     }));
 }
@@ -629,7 +630,7 @@ pub fn product_into(out: &mut Tensor, a: &Tensor, b: &Tensor) {
 /// If the shapes or devices are incompatible.
 pub fn rotate(x: &Tensor, (cos, sin): (&Tensor, &Tensor), parts: i64, kind: Kind) -> Tensor {
     // SAFETY: as in `linear`.
-    new_tensor(|out| unsafe { tch_ext_rotate(out, x.as_ptr(), cos.as_ptr(), sin.as_ptr(), parts, number_of(kind)) })
+    new_tensor(|out| unsafe { tch_ext_rotate(out, x.as_ptr(), cos.as_ptr(), sin.as_ptr(), parts, kind_number(kind)) })
 }
 
 /// Adds one or two branches, both f32 or both bf16, to the residual stream `x`, f32. Differentiable in all.
@@ -650,7 +651,7 @@ pub fn add_product_to_grad(leaf: &Tensor, a: &Tensor, b: &Tensor) {
     expect(into_result(unsafe { tch_ext_add_product(leaf.as_ptr(), a.as_ptr(), b.as_ptr()) }));
 }
 
-/// The rows `index`, i64, of `x`, of which a row may be there several times. With `RLHF_SUMS=ordered` its gradient on a GPU is summed in a
+/// The rows `index`, i64, of `x`; a row may be selected several times. With `RLHF_SUMS=ordered` its gradient on a GPU is summed in a
 /// fixed order, and in f32; otherwise, and on a CPU, this is libtorch's `index_select`.
 ///
 /// # Panics

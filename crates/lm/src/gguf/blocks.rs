@@ -192,7 +192,7 @@ fn two_bits(numbers: &mut Vec<f32>, block: &[u8]) {
     }));
 }
 
-/// Appends the 256 numbers of a block of Q3_K: the high bit of all, the low two of all, the scales of each 16, the scale of the scales.
+/// Appends the 256 numbers of a block of Q3_K: the high bits of all, the low two bits of all, a scale per 16 numbers, the scale of the scales.
 fn three_bits(numbers: &mut Vec<f32>, block: &[u8]) {
     let scales = &block[96..108];
     let scale = f16(block, 108);
@@ -203,8 +203,8 @@ fn three_bits(numbers: &mut Vec<f32>, block: &[u8]) {
         // Six bits: four in the low or high half of a byte, two in a byte for every fourth scale.
         let group = at / 16;
         let four = (scales[group % 8] >> (group / 8 * 4)) & 15;
-        let of_group = (four | (((scales[8 + group % 4] >> (group / 4 * 2)) & 3) << 4)) as i8 - 32;
-        scale * f32::from(of_group) * f32::from(two - 4 * (1 - high))
+        let group_scale = (four | (((scales[8 + group % 4] >> (group / 4 * 2)) & 3) << 4)) as i8 - 32;
+        scale * f32::from(group_scale) * f32::from(two - 4 * (1 - high))
     }));
 }
 
@@ -214,19 +214,19 @@ fn four_or_five_bits(numbers: &mut Vec<f32>, block: &[u8], high: Option<&[u8]>) 
     let (scale, least, scales) = (f16(block, 0), f16(block, 2), &block[4..16]);
     let low = &block[block.len() - 128..];
     for group in 0..8 {
-        // The first four groups have bytes of their own; the others are in halves of bytes, and in the high bits of the first.
-        let [own, its_least] = match group {
+        // The first four groups have whole bytes; the others are in halves of bytes, and in the high bits of the first four.
+        let [scale_bits, least_bits] = match group {
             0..4 => [scales[group] & 63, scales[group + 4] & 63],
             _ => [
                 (scales[group + 4] & 15) | (scales[group - 4] >> 6 << 4),
                 (scales[group + 4] >> 4) | (scales[group] >> 6 << 4),
             ],
         };
-        let (own, its_least) = (scale * f32::from(own), least * f32::from(its_least));
+        let (group_scale, group_least) = (scale * f32::from(scale_bits), least * f32::from(least_bits));
         numbers.extend((0..32).map(|column| {
             let four = (low[group / 2 * 32 + column] >> (group % 2 * 4)) & 15;
             let five = high.map_or(0, |high| (high[column] >> group) & 1);
-            own * f32::from(four | (five << 4)) - its_least
+            group_scale * f32::from(four | (five << 4)) - group_least
         }));
     }
 }

@@ -252,8 +252,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Size of a value of this type, at least, in bytes.
-fn size_of(kind: u32) -> u64 {
+/// The least size of a value of this type, in bytes.
+fn least_size(kind: u32) -> u64 {
     match kind {
         0 | 1 | 7 => 1,
         2 | 3 => 2,

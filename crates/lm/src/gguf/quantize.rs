@@ -1,4 +1,4 @@
-//! Numbers as blocks of 4 to 6 bits: what `blocks.rs` reads. Scales are those of the least squared error among some candidates.
+//! Numbers as blocks of 4 to 6 bits: what `blocks.rs` reads. Scales have the least squared error among some candidates.
 
 use super::blocks::f16;
 
@@ -43,18 +43,20 @@ pub(super) fn five_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
 pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
     let groups: Vec<[f32; 2]> = numbers.chunks_exact(32).map(|group| with_least(group, 15)).collect();
     let most = |at: usize| groups.iter().map(|group| group[at]).fold(0.0, f32::max);
-    let ((scale_bits, scale), (least_bits, least)) = (of_six_bits(most(0)), of_six_bits(most(1)));
+    let ((scale_bits, scale), (least_bits, least)) = (six_bit_unit(most(0)), six_bit_unit(most(1)));
     bytes.extend(scale_bits);
     bytes.extend(least_bits);
-    let parts: Vec<[u8; 2]> =
-        groups.iter().map(|[own, own_least]| [code(own / scale, 63), code(own_least / least, 63)]).collect();
+    let parts: Vec<[u8; 2]> = groups
+        .iter()
+        .map(|[group_scale, group_least]| [code(group_scale / scale, 63), code(group_least / least, 63)])
+        .collect();
     bytes.extend(packed(&parts));
     let codes: Vec<u8> = numbers
         .chunks_exact(32)
         .zip(&parts)
-        .flat_map(|(group, [own, own_least])| {
-            let (own, own_least) = (scale * f32::from(*own), least * f32::from(*own_least));
-            group.iter().map(move |x| code((x + own_least) / own, 15))
+        .flat_map(|(group, [scale_code, least_code])| {
+            let (group_scale, group_least) = (scale * f32::from(*scale_code), least * f32::from(*least_code));
+            group.iter().map(move |x| code((x + group_least) / group_scale, 15))
         })
         .collect();
     // A byte has the codes of two numbers that are 32 apart.
@@ -67,13 +69,14 @@ pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
 pub(super) fn six_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
     let scales: Vec<f32> = numbers.chunks_exact(16).map(|group| symmetric(group, 32)).collect();
     let (bits, scale) = rounded(widest(&scales) / -128.0);
-    let parts: Vec<i8> = scales.iter().map(|own| if scale == 0.0 { 0 } else { (own / scale).round() as i8 }).collect();
+    let parts: Vec<i8> =
+        scales.iter().map(|group_scale| if scale == 0.0 { 0 } else { (group_scale / scale).round() as i8 }).collect();
     let codes: Vec<u8> = numbers
         .chunks_exact(16)
         .zip(&parts)
-        .flat_map(|(group, own)| {
-            let own = scale * f32::from(*own);
-            group.iter().map(move |x| code(x / own + 32.0, 63))
+        .flat_map(|(group, scale_code)| {
+            let group_scale = scale * f32::from(*scale_code);
+            group.iter().map(move |x| code(x / group_scale + 32.0, 63))
         })
         .collect();
     // Two halves of four rows of 32 numbers: in a byte the low bits of two rows, and the high ones of all four.
@@ -84,11 +87,11 @@ pub(super) fn six_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
     for half in halves() {
         bytes.extend((0..32).map(|at| (0..4).fold(0, |byte, row| byte | ((half[32 * row + at] >> 4) << (2 * row)))));
     }
-    bytes.extend(parts.iter().map(|own| *own as u8));
+    bytes.extend(parts.iter().map(|scale_code| *scale_code as u8));
     bytes.extend(bits);
 }
 
-/// The number nearest to `x` from 0 to `most`; 0 for what is no number, such as the quotient by a scale of 0.
+/// The whole number from 0 to `most` that is nearest to `x`; 0 for NaN, such as a quotient by a scale of 0.
 fn code(x: f32, most: u8) -> u8 {
     // Halves are rounded away from 0; the conversion ends at 0 and 255.
     (x.round() as u8).min(most)
@@ -105,8 +108,8 @@ fn rounded(x: f32) -> ([u8; 2], f32) {
     (bytes, f16(&bytes, 0))
 }
 
-/// [`rounded`] of the unit of which the largest number of six bits is `most`.
-fn of_six_bits(most: f32) -> ([u8; 2], f32) {
+/// [`rounded`] of the unit in which `most` is the largest number of six bits.
+fn six_bit_unit(most: f32) -> ([u8; 2], f32) {
     rounded(most / 63.0)
 }
 
@@ -115,7 +118,7 @@ fn widest(numbers: &[f32]) -> f32 {
     numbers.iter().copied().fold(0.0, |most: f32, x| if x.abs() > most.abs() { x } else { most })
 }
 
-/// The scale by which codes from `-half` to `half - 1` have the least squared error: that of the number of largest magnitude has `-half`, or a code
+/// The scale with which codes from `-half` to `half - 1` have the least squared error. The number of largest magnitude gets the code `-half` or one
 /// near it.
 fn symmetric(numbers: &[f32], half: i32) -> f32 {
     let widest = widest(numbers);
@@ -126,21 +129,21 @@ fn symmetric(numbers: &[f32], half: i32) -> f32 {
     let mut best = (0.0, widest / least);
     for step in -CANDIDATES..=CANDIDATES {
         let inverse = (least + step as f32 / 20.0) / widest;
-        let (mut of_both, mut of_codes) = (0.0, 0.0);
+        let (mut product_sum, mut code_sum) = (0.0, 0.0);
         for x in numbers {
             let code = (x * inverse).round().clamp(least, most);
-            of_both += x * code;
-            of_codes += code * code;
+            product_sum += x * code;
+            code_sum += code * code;
         }
-        // The scale of these codes with the least error, which is less by this than the sum of the squares of all numbers.
-        if of_codes > 0.0 && of_both * of_both / of_codes > best.0 {
-            best = (of_both * of_both / of_codes, of_both / of_codes);
+        // With the best scale for these codes, the squared error is the sum of the squares of all numbers less this value.
+        if code_sum > 0.0 && product_sum * product_sum / code_sum > best.0 {
+            best = (product_sum * product_sum / code_sum, product_sum / code_sum);
         }
     }
     best.1
 }
 
-/// The scale and the subtracted least value, neither below 0, by which codes from 0 to `most` have the least squared error.
+/// The scale and the subtracted least value, neither below 0, with which codes from 0 to `most` have the least squared error.
 fn with_least(numbers: &[f32], most: u8) -> [f32; 2] {
     let low = numbers.iter().copied().fold(0.0, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max).max(low);
@@ -153,20 +156,20 @@ fn with_least(numbers: &[f32], most: u8) -> [f32; 2] {
     for step in -CANDIDATES..=CANDIDATES {
         let inverse = (most + step as f32 / 20.0) / (high - low);
         let codes = numbers.iter().map(|x| (x, ((x - low) * inverse).round().clamp(0.0, most)));
-        let (mut of_codes, mut of_squares, mut of_both) = (0.0, 0.0, 0.0);
+        let (mut code_sum, mut square_sum, mut product_sum) = (0.0, 0.0, 0.0);
         for (x, code) in codes.clone() {
-            of_codes += code;
-            of_squares += code * code;
-            of_both += x * code;
+            code_sum += code;
+            square_sum += code * code;
+            product_sum += x * code;
         }
-        let spread = count * of_squares - of_codes * of_codes;
+        let spread = count * square_sum - code_sum * code_sum;
         if spread <= 0.0 {
             continue;
         }
-        let mut least = (of_codes * of_both - of_squares * sum) / spread;
-        let mut scale = (count * of_both - of_codes * sum) / spread;
+        let mut least = (code_sum * product_sum - square_sum * sum) / spread;
+        let mut scale = (count * product_sum - code_sum * sum) / spread;
         if least < 0.0 {
-            (scale, least) = (of_both / of_squares, 0.0);
+            (scale, least) = (product_sum / square_sum, 0.0);
         }
         let error: f32 = codes.map(|(x, code)| (scale * code - least - x).powi(2)).sum();
         if error < best.0 && scale > 0.0 {
@@ -176,8 +179,8 @@ fn with_least(numbers: &[f32], most: u8) -> [f32; 2] {
     best.1
 }
 
-/// Scales and least values of six bits of eight groups in twelve bytes: those of the first four have bytes of their own, the others are in halves
-/// of bytes, and in the high bits of the first.
+/// Scales and least values, of six bits each, of eight groups in twelve bytes: the first four groups have whole bytes, the others are in halves of
+/// bytes, and in the high bits of the first four.
 fn packed(parts: &[[u8; 2]]) -> [u8; 12] {
     let mut bytes = [0; 12];
     for (group, [scale, least]) in parts.iter().enumerate() {

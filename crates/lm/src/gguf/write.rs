@@ -67,7 +67,7 @@ impl Stored {
         numel / block.elements as u64 * block.bytes as u64
     }
 
-    /// The type of rows of this width: this one, or where they are no whole blocks of it llama.cpp's choice in its place.
+    /// The type for rows of this width: this one, or llama.cpp's substitute if the rows are no whole blocks of it.
     #[must_use]
     pub fn of_rows(self, width: i64) -> Self {
         let (large, small) = (width % LARGE as i64 == 0, width % BLOCK == 0);
@@ -85,14 +85,14 @@ impl Stored {
             let numbers = Vec::<f32>::try_from(tensor.to_kind(Kind::Float).f_contiguous()?.f_view([-1])?)?;
             Ok(in_blocks(&numbers, size, block))
         };
-        let bytes_of = |tensor: &Tensor| -> Result<Vec<u8>> {
+        let raw_bytes = |tensor: &Tensor| -> Result<Vec<u8>> {
             let flat = tensor.f_contiguous()?.f_view_dtype(Kind::Uint8)?.f_view([-1])?;
             Ok(Vec::<u8>::try_from(flat)?)
         };
         match self {
-            Self::F32 => bytes_of(&tensor.to_kind(Kind::Float)),
-            Self::F16 => bytes_of(&tensor.to_kind(Kind::Half)),
-            Self::Bf16 => bytes_of(&tensor.to_kind(Kind::BFloat16)),
+            Self::F32 => raw_bytes(&tensor.to_kind(Kind::Float)),
+            Self::F16 => raw_bytes(&tensor.to_kind(Kind::Half)),
+            Self::Bf16 => raw_bytes(&tensor.to_kind(Kind::BFloat16)),
             Self::Q5_0 => blocks(SMALL, five_bits),
             Self::Q4K => blocks(LARGE, four_bits),
             Self::Q6K => blocks(LARGE, six_bits),
@@ -104,7 +104,7 @@ impl Stored {
                 let codes = scaled.sign() * (scaled.abs() + 0.5).floor();
                 let codes = codes.to_kind(Kind::Int8).f_view_dtype(Kind::Uint8)?;
                 let scales = scales.to_kind(Kind::Half).f_view_dtype(Kind::Uint8)?;
-                bytes_of(&Tensor::cat(&[scales, codes], 1))
+                raw_bytes(&Tensor::cat(&[scales, codes], 1))
             }
         }
     }
@@ -128,7 +128,7 @@ impl GgufTensor {
     }
 }
 
-/// Writes a file with `metadata`, in this order, and `tensors`, of which `read` returns one at a time by its place.
+/// Writes a file with `metadata`, in this order, and `tensors`; `read` returns one tensor at a time by its index.
 ///
 /// # Errors
 /// If the file exists, or cannot be written.
@@ -143,8 +143,8 @@ pub fn write(
     let mut out = BufWriter::new(file);
     let header = header(metadata, tensors);
     out.write_all(&header).map_err(failed())?;
-    for (i, of) in tensors.iter().enumerate() {
-        let bytes = of.stored.encode(&read(i)?)?;
+    for (i, tensor) in tensors.iter().enumerate() {
+        let bytes = tensor.stored.encode(&read(i)?)?;
         out.write_all(&bytes).map_err(failed())?;
         let padding = bytes.len().next_multiple_of(ALIGNMENT as usize) - bytes.len();
         out.write_all(&vec![0; padding]).map_err(failed())?;
@@ -202,9 +202,9 @@ fn encode(out: &mut Vec<u8>, value: &Value) {
             kind(out, 7);
             out.push(u8::from(*flag));
         }
-        Value::Text(found) => {
+        Value::Text(value) => {
             kind(out, 8);
-            text(out, found);
+            text(out, value);
         }
         Value::Integers(all) => {
             list(out, 5, all.len());
@@ -216,7 +216,7 @@ fn encode(out: &mut Vec<u8>, value: &Value) {
         }
         Value::Texts(all) => {
             list(out, 8, all.len());
-            all.iter().for_each(|found| text(out, found));
+            all.iter().for_each(|value| text(out, value));
         }
     }
 }

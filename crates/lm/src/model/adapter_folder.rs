@@ -8,10 +8,10 @@ use super::config::ModelConfig;
 use super::families::FAMILIES;
 use super::linear::Linear;
 use super::lora::{
-    Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, heads_of, is_below, is_head, is_in_head,
-    is_in_saved_module,
+    Adapter, ENDS, HEADS, LayerSize, MAGNITUDE, Magnitude, VALUE_HEAD, is_below, is_head, is_in_head,
+    is_in_saved_module, peft_heads,
 };
-use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, lists_of, pefts_index};
+use super::lora_config::{ALL_LINEAR, LayerSizes, LoraConfig, layer_lists, peft_index};
 use super::params::Param;
 use super::shape::{Family, Names};
 use embeddings::{By, Changed, EMBEDDING_ENDS, TOKENS_END};
@@ -34,8 +34,8 @@ const PREFIX: &str = "base_model.model.";
 /// A folder that contains an adapter and no model.
 pub struct AdapterFolder {
     dir: PathBuf,
-    /// The content of `adapter_config.json`, as it will be saved: beside the base's own weights, and with the modules that are changed
-    /// here as a whole.
+    /// The content of `adapter_config.json` as it will be saved: for an adapter of the unchanged base, with the modules that this adapter
+    /// changes listed as trained in full.
     described: Map<String, Value>,
     remainder: Option<Remainder>,
     changed: Vec<Changed>,
@@ -116,15 +116,15 @@ impl AdapterFolder {
         Ok(folder)
     }
 
-    /// Rewrites the settings to those with which the adapter will be saved.
+    /// Rewrites the settings to the ones that the adapter will be saved with.
     fn rewrite(&mut self) -> Result<()> {
-        // A file that cannot be read is an error when its tensors are.
+        // A file that cannot be read becomes an error when its tensors are read.
         let weights = self.weights().ok();
         let names = weights.iter().flat_map(Checkpoint::names).filter_map(|name| name.strip_prefix(PREFIX));
         self.changed = embeddings::find(names, &self.described);
         self.remainder = Remainder::of(&self.described);
-        let of_layers = self.changed.iter().find(|changed| matches!(changed.by, By::Embedding | By::Head));
-        if let Some(Changed { module, .. }) = of_layers {
+        let matrix_change = self.changed.iter().find(|changed| matches!(changed.by, By::Embedding | By::Head));
+        if let Some(Changed { module, .. }) = matrix_change {
             let expected = format!("false beside an adapter of `{module}`");
             self.expect("use_dora", |v| v.is_null() || v == false, &expected)?;
             self.expect("init_lora_weights", |_| self.remainder.is_none(), &expected)?;
@@ -149,7 +149,7 @@ impl AdapterFolder {
         Error::invalid(self.dir.join(CONFIG), format!("`{name}`: expected {expected}, found {found}"))
     }
 
-    /// The base as the adapter names it.
+    /// The adapter's name of its base.
     pub fn base_name(&self) -> Option<&str> {
         self.described.get("base_model_name_or_path")?.as_str().filter(|name| !name.is_empty())
     }
@@ -158,8 +158,8 @@ impl AdapterFolder {
     pub fn local_base(&self) -> Option<PathBuf> {
         let name = self.base_name()?;
         // A base that was saved beside its adapter moves with it.
-        let beside = Path::new(name).ends_with(BASE_MODEL).then(|| self.dir.join(BASE_MODEL));
-        [PathBuf::from(name), self.dir.join(name)].into_iter().chain(beside).find(|dir| dir.is_dir())
+        let saved_base = Path::new(name).ends_with(BASE_MODEL).then(|| self.dir.join(BASE_MODEL));
+        [PathBuf::from(name), self.dir.join(name)].into_iter().chain(saved_base).find(|dir| dir.is_dir())
     }
 
     /// The base's name on the hub and its revision, if it has one and is not in a local folder.
@@ -192,7 +192,7 @@ impl AdapterFolder {
         }
     }
 
-    /// Whether it belongs to a sequence classifier: by its task type, else by whether a head was saved with it or its base has one.
+    /// Whether the adapter belongs to a sequence classifier: by its task type, or else by a head that was saved with it or that its base has.
     ///
     /// # Errors
     /// If its weights or its base's configuration cannot be read.
@@ -200,8 +200,9 @@ impl AdapterFolder {
         if let Some(task) = self.described.get("task_type").and_then(Value::as_str) {
             return Ok(task == "SEQ_CLS");
         }
-        let of_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(is_in_head);
-        Ok(self.weights()?.names().any(of_head) || ModelConfig::from_dir(&self.base_dir()?)?.is_sequence_classifier())
+        let is_head_tensor = |name: &str| name.strip_prefix(PREFIX).is_some_and(is_in_head);
+        Ok(self.weights()?.names().any(is_head_tensor)
+            || ModelConfig::from_dir(&self.base_dir()?)?.is_sequence_classifier())
     }
 
     /// Checks that the adapter is for this kind of model.
@@ -211,12 +212,12 @@ impl AdapterFolder {
         self.expect("task_type", |v| v.is_null() || tasks.iter().any(|task| v == task), expected)
     }
 
-    /// The content of `adapter_config.json`, with the path under which the base was found and PEFT's names of modules. For a language
-    /// model's adapter on a classifier of `family`, the content with which it will be saved: `modules` are those of the base that it saves.
+    /// The content of `adapter_config.json`, with the path where the base was found and PEFT's names of modules. For a language model's
+    /// adapter on a classifier of `family`, the content that it will be saved with; `modules` are the modules of the base that it saves.
     pub(super) fn described(&self, family: &Family, classifier: bool, modules: &[String]) -> Map<String, Value> {
         let mut described = self.described.clone();
         if classifier && self.check_task(true).is_err() {
-            let heads: &[&str] = heads_of(family);
+            let heads: &[&str] = peft_heads(family);
             let saved = modules.iter().map(String::as_str).chain(heads.iter().copied());
             described.insert("task_type".into(), "SEQ_CLS".into());
             described.insert("modules_to_save".into(), saved.collect());
@@ -290,25 +291,25 @@ impl AdapterFolder {
 
     /// A setting that is a list of names; empty if it is missing.
     fn names(&self, name: &str) -> Result<Vec<String>> {
-        let found = match self.described.get(name).unwrap_or(&Value::Null) {
+        let names = match self.described.get(name).unwrap_or(&Value::Null) {
             Value::Null => Some(Vec::new()),
             Value::Array(names) => names.iter().map(|name| Some(name.as_str()?.to_string())).collect(),
             _ => None,
         };
-        found.ok_or_else(|| self.wrong(name, "a list of names"))
+        names.ok_or_else(|| self.wrong(name, "a list of names"))
     }
 
     /// A setting that has values by the names of layers; empty if it is missing.
     fn pattern<T>(&self, name: &str, expected: &str, value: impl Fn(&Value) -> Option<T>) -> Result<Vec<(String, T)>> {
-        let found = match self.described.get(name).unwrap_or(&Value::Null) {
+        let values = match self.described.get(name).unwrap_or(&Value::Null) {
             Value::Null => Some(Vec::new()),
-            Value::Object(of) => of.iter().map(|(layer, v)| Some((layer.clone(), value(v)?))).collect(),
+            Value::Object(layers) => layers.iter().map(|(layer, v)| Some((layer.clone(), value(v)?))).collect(),
             _ => None,
         };
-        found.ok_or_else(|| self.wrong(name, &format!("{expected} by the names of layers")))
+        values.ok_or_else(|| self.wrong(name, &format!("{expected} by the names of layers")))
     }
 
-    /// The names of the lists of layers that `layers_to_transform` counts, of which the model must have one; empty for any.
+    /// The names of the lists of layers that `layers_to_transform` counts; the model must have one of them. Empty for any list.
     fn lists(&self, linears: &[&mut Linear]) -> Result<Vec<String>> {
         let lists = match self.described.get("layers_pattern").unwrap_or(&Value::Null) {
             Value::String(list) if list.is_empty() => Vec::new(),
@@ -316,14 +317,14 @@ impl AdapterFolder {
             _ => self.names("layers_pattern")?,
         };
         let known: Vec<&str> =
-            linears.iter().flat_map(|linear| lists_of(linear.name())).map(|(list, _)| list).collect();
+            linears.iter().flat_map(|linear| layer_lists(linear.name())).map(|(list, _)| list).collect();
         match known.first().filter(|_| !lists.is_empty() && !lists.iter().any(|list| known.contains(&list.as_str()))) {
             Some(list) => Err(self.wrong("layers_pattern", &format!("{list}, the name of the model's list of layers"))),
             None => Ok(lists),
         }
     }
 
-    /// Whether the weights hold a head that a new one in the base gives its place to.
+    /// Whether the weights hold a head, which replaces a new one in the base.
     pub(super) fn holds_head(&self) -> Result<bool> {
         let weights = self.weights()?;
         Ok(FAMILIES.iter().any(|family| weights.shape(&stored_name(&family.names.head.scores())).is_some()))
@@ -356,7 +357,7 @@ impl AdapterFolder {
         Err(Error::invalid(&self.dir, format!("expected {WEIGHTS}, found {found}")))
     }
 
-    /// Adds the adapter to `linears`; returns its tensors, and those of the modules that were saved with it. Changes nothing on an
+    /// Adds the adapter to `linears`; returns its tensors and the tensors of the modules saved with it. Changes nothing on an
     /// error.
     ///
     /// # Errors
@@ -365,7 +366,7 @@ impl AdapterFolder {
         let config = self.config()?;
         let lists = self.lists(&linears)?;
         let AdapterTarget { family, classifier, .. } = target;
-        // The settings have the names of PEFT's, without the prefix of the flags.
+        // Error messages use PEFT's names of settings, without the prefix of the flags.
         let here = |error: Error| {
             let line = |refusal: Refusal| match refusal.setting().and_then(|name| name.strip_prefix("lora_")) {
                 Some(name) => format!("{name}{}", refusal.reason()),
@@ -378,9 +379,9 @@ impl AdapterFolder {
         let weights = self.weights()?;
         let (read, problems) = (Vec::new(), Vec::new());
         let prefix = family.names.prefix;
-        let mut of_own = weights.names().filter_map(|name| name.strip_prefix(PREFIX));
-        // The names of an encoder-decoder's language model lack the prefix of its classifier's.
-        let lacks_prefix = family.names.encoder.is_some() && !of_own.any(|name| name.starts_with(prefix));
+        let mut stored_names = weights.names().filter_map(|name| name.strip_prefix(PREFIX));
+        // Names in an encoder-decoder's language model lack the prefix that its classifier has.
+        let lacks_prefix = family.names.encoder.is_some() && !stored_names.any(|name| name.starts_with(prefix));
         let dropped = if lacks_prefix { prefix } else { "" };
         let (device, remainder) = (target.device, self.remainder);
         let names = &family.names;
@@ -398,21 +399,22 @@ impl AdapterFolder {
                 && (HEADS.contains(&module.as_str())
                     || is_in_saved_module(names, names.lm_head, std::slice::from_ref(module)))
         });
-        let of_base = LoraConfig { modules_to_save: modules, ..config };
+        let base_config = LoraConfig { modules_to_save: modules, ..config };
         let params = || target.params.iter().map(|param| param.name.as_str());
-        let saved = of_base.saved_params(family, params(), classifier).map_err(here)?;
+        let saved = base_config.saved_params(family, params(), classifier).map_err(here)?;
         let saves = |name: &str| heads.iter().any(|module| is_below(name, module));
         let mut values = Vec::new();
         for param in target.params {
             let name = tensors.stored_name(&param.name);
-            let of_head = is_head(&param.name) && (saves(&param.name) || weights.shape(&name).is_some());
-            let changed = param.name.strip_suffix(".weight");
-            let is_changed =
-                |of: &&Changed| changed.is_some_and(|own| of.module == own || of.module == names.in_peft(own));
+            let is_saved_head = is_head(&param.name) && (saves(&param.name) || weights.shape(&name).is_some());
+            let module = param.name.strip_suffix(".weight");
+            let is_changed = |change: &&Changed| {
+                module.is_some_and(|name| change.module == name || change.module == names.in_peft(name))
+            };
             if let Some(changed) = self.changed.iter().find(is_changed) {
-                let value = tensors.changed(changed, param, sizes.of(&changed.module))?;
+                let value = tensors.changed(changed, param, sizes.size(&changed.module))?;
                 values.extend(value.map(|value| (param.name.clone(), value)));
-            } else if (of_head || saved.contains(&param.name))
+            } else if (is_saved_head || saved.contains(&param.name))
                 && let Some(value) = tensors.get(name, &param.tensor.size())?
             {
                 values.push((param.name.clone(), value));
@@ -427,7 +429,7 @@ impl AdapterFolder {
             params.extend(adapter.params(linear.name()));
             linear.set_adapter(adapter);
         }
-        Ok(LoadedAdapter { params, values, saved, modules: of_base.modules_to_save })
+        Ok(LoadedAdapter { params, values, saved, modules: base_config.modules_to_save })
     }
 }
 
@@ -470,7 +472,7 @@ struct AdapterTensors<'a> {
     names: &'static Names,
     device: Device,
     remainder: Option<Remainder>,
-    /// Prefix of the model's names that the file's lack.
+    /// Prefix of the model's names that the names in the file lack.
     dropped: &'static str,
     /// The names of the lists of layers that `layers_to_transform` counts; empty for any.
     lists: Vec<String>,
@@ -506,13 +508,13 @@ impl AdapterTensors<'_> {
     fn adapter(&mut self, linear: &Linear, config: &LoraConfig, sizes: &LayerSizes) -> Result<Option<Adapter>> {
         let base = self.stored_name(linear.name());
         let targeted = match config.target_modules.as_deref() {
-            Some(targets) => config.targets(linear.name(), targets, |layer| pefts_index(layer, &self.lists)),
+            Some(targets) => config.targets(linear.name(), targets, |layer| peft_index(layer, &self.lists)),
             None => ENDS.iter().any(|end| self.weights.shape(&format!("{base}.{end}")).is_some()),
         };
         if !targeted {
             return Ok(None);
         }
-        let ([width_in, width_out], LayerSize { r, scale }) = (linear.widths(), sizes.of(linear.name()));
+        let ([width_in, width_out], LayerSize { r, scale }) = (linear.widths(), sizes.size(linear.name()));
         let r = r as i64 / if self.remainder.is_some() { 2 } else { 1 };
         let a = self.get(format!("{base}.{}", ENDS[0]), &[r, width_in])?;
         let b = self.get(format!("{base}.{}", ENDS[1]), &[width_out, r])?;
@@ -574,8 +576,8 @@ impl AdapterTensors<'_> {
     fn finish(self, dir: &Path) -> Result<()> {
         let Self { weights, read, mut problems, .. } = self;
         // A value head that is stored beside the adapter belongs to another model.
-        let of_value_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(|name| is_below(name, VALUE_HEAD));
-        let unexpected = weights.names().filter(|name| !read.iter().any(|read| read == name) && !of_value_head(name));
+        let is_value_head = |name: &str| name.strip_prefix(PREFIX).is_some_and(|name| is_below(name, VALUE_HEAD));
+        let unexpected = weights.names().filter(|name| !read.iter().any(|read| read == name) && !is_value_head(name));
         problems.extend(unexpected.map(|name| format!("unexpected `{name}`")));
         if read.is_empty() {
             problems.push("no adapter for any layer of the base".into());
@@ -596,10 +598,10 @@ pub(super) fn open_weights(dir: &Path) -> Result<Checkpoint> {
     Checkpoint::open_file(&dir.join(WEIGHTS))
 }
 
-/// The name of a parameter in the file of an adapter of a family with these `names`: PEFT's, or the model's own if the file has only that.
+/// The name of a parameter in an adapter's file, for a family with these `names`: PEFT's name, or the model's own if the file has only that.
 pub(super) fn name_in(file: &Checkpoint, names: &Names, name: &str) -> String {
-    let [pefts, own] = [names.in_peft(name).as_ref(), name].map(stored_name);
-    if file.shape(&pefts).is_none() && file.shape(&own).is_some() { own } else { pefts }
+    let [pefts, plain] = [names.in_peft(name).as_ref(), name].map(stored_name);
+    if file.shape(&pefts).is_none() && file.shape(&plain).is_some() { plain } else { pefts }
 }
 
 /// The name in an adapter's file of a parameter that PEFT has under `name`.

@@ -55,20 +55,20 @@ pub struct Batch<'a, S> {
     pub(super) ends: StopCheck<'a>,
 }
 
-/// Tokens are computed once for several sequences where that leaves out at least this share of all: below it, copying the keys and values
-/// of the others costs as much.
+/// Tokens are computed once for several sequences if that saves at least this share of all tokens: below it, copying keys and values costs as
+/// much as it saves.
 const LEAST_SHARED: f64 = 1.0 / 8.0;
 
-/// Number of first tokens of each of `prefixes` that are those of the one before it, for [`Batch::sharing`]; `None` if these are few of the
-/// `tokens` tokens of all sequences. Chat templates begin every prompt with the same tokens.
+/// Number of first tokens that each of `prefixes` has in common with the one before it, for [`Batch::sharing`]; `None` if these are few among
+/// the `tokens` tokens of all sequences. Chat templates begin every prompt with the same tokens.
 pub fn shared_lens<'s>(prefixes: impl IntoIterator<Item = &'s [i64]>, tokens: usize) -> Option<Vec<usize>> {
     let mut before: &[i64] = &[];
-    let of_next = |prefix: &'s [i64]| {
-        let len = before.iter().zip(prefix).take_while(|(before, own)| before == own).count();
+    let shared_len = |prefix: &'s [i64]| {
+        let len = before.iter().zip(prefix).take_while(|(a, b)| a == b).count();
         before = prefix;
         len
     };
-    let lens: Vec<usize> = prefixes.into_iter().map(of_next).collect();
+    let lens: Vec<usize> = prefixes.into_iter().map(shared_len).collect();
     let saved: usize = lens.iter().sum();
     (saved as f64 >= LEAST_SHARED * tokens as f64 && saved > 0).then_some(lens)
 }
@@ -96,14 +96,14 @@ impl<'a, S> Batch<'a, S> {
         Self { prompt_lens, ..self }
     }
 
-    /// Treats the tokens of each sequence behind the first `unpadded_lens` as padding: padding attends to the text, and
+    /// Treats the tokens of each sequence after the first `unpadded_lens` as padding: padding attends to the text, and
     /// the text does not attend to padding.
     pub fn with_padding(self, unpadded_lens: Option<&'a [usize]>) -> Self {
         Self { unpadded_lens, ..self }
     }
 
-    /// Computes the first `shared_lens[i]` tokens of sequence i, which are those of the sequence before it, once for both: responses to
-    /// one prompt then take the time and memory of their own tokens. Results are the same up to rounding. No effect with padding,
+    /// Computes the first `shared_lens[i]` tokens of sequence i, which are the same as in the sequence before it, once for both: responses to
+    /// one prompt then only cost time and memory for their own tokens. Results are the same up to rounding. No effect with padding,
     /// dropout, or angles that depend on the length of the text.
     ///
     /// # Panics
@@ -117,14 +117,14 @@ impl<'a, S> Batch<'a, S> {
             assert_eq!(lens.len(), self.sequences.len(), "expected one shared length per sequence");
             let first = |row: usize, len: usize| self.sequences[row].as_ref().get(..len);
             for (row, &len) in lens.iter().enumerate().filter(|(_, len)| **len > 0) {
-                let same = row > 0 && first(row, len).is_some_and(|own| first(row - 1, len) == Some(own));
+                let same = row > 0 && first(row, len).is_some_and(|prefix| first(row - 1, len) == Some(prefix));
                 assert!(same, "sequence {row}: expected its first {len} tokens to be those of the sequence before it");
             }
         }
         Self { shared_lens, ..self }
     }
 
-    /// StopCheck a forward pass between its layers once `is_over` returns true; the pass then is an error.
+    /// Ends a forward pass between its layers once `is_over` returns true; the pass is then an error.
     pub fn ending_when(self, is_over: &'a dyn Fn() -> bool) -> Self {
         Self { ends: StopCheck::when(is_over), ..self }
     }

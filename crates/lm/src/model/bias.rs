@@ -9,7 +9,7 @@ impl RelativeBias {
     /// In a causal stack no key lies behind its query, so all buckets are for earlier tokens.
     ///
     /// Computed as in transformers, in f32: the bucket of a distance at a boundary depends on the rounding.
-    pub(super) fn buckets_of(self, distances: &Tensor, causal: bool) -> Tensor {
+    pub(super) fn bucket_indices(self, distances: &Tensor, causal: bool) -> Tensor {
         let Self { buckets, max_distance } = self;
         let (buckets, first, distances) = if causal {
             (buckets, None, distances.clamp_max(0).neg())
@@ -22,17 +22,17 @@ impl RelativeBias {
         let ratio = distances.clamp_min(1).to_kind(Kind::Float) / exact as f64;
         let steps = ratio.log() / (max_distance as f64 / exact as f64).ln() * (buckets - exact) as f64;
         let wide = (steps.to_kind(Kind::Int64) + exact).clamp_max(buckets - 1);
-        let own = distances.where_self(&distances.lt(exact), &wide);
+        let bucket = distances.where_self(&distances.lt(exact), &wide);
         match first {
-            Some(first) => own + first,
-            None => own,
+            Some(first) => bucket + first,
+            None => bucket,
         }
     }
 
     /// The bias `[rows, heads, queries, keys]` f32 at `distances` `[rows, queries, keys]` i64, from the `table` `[buckets, heads]`;
     /// differentiable. In a causal stack, keys behind their query have -inf.
     pub(super) fn scores(self, table: &Tensor, distances: &Tensor, causal: bool) -> Tensor {
-        let buckets = self.buckets_of(distances, causal);
+        let buckets = self.bucket_indices(distances, causal);
         let flat = table.to_kind(Kind::Float).index_select(0, &buckets.view([-1]));
         let shape = [distances.size(), vec![table.size()[1]]].concat();
         let scores = flat.view(shape.as_slice()).permute([0, 3, 1, 2]);
@@ -49,13 +49,13 @@ mod tests {
     fn small_distances_have_a_bucket_each_and_large_ones_share_the_last() {
         // T5Attention._relative_position_bucket(arange(-20, 21), bidirectional, 8, 16) of transformers 5.23.0.
         let distances = Tensor::arange_start(-20, 21, (Kind::Int64, Device::Cpu));
-        let of = |causal| {
+        let found = |causal| {
             let bias = RelativeBias { buckets: 8, max_distance: 16 };
-            Vec::<i64>::try_from(bias.buckets_of(&distances, causal)).unwrap()
+            Vec::<i64>::try_from(bias.bucket_indices(&distances, causal)).unwrap()
         };
         let both: Vec<i64> = [[3; 15].to_vec(), vec![2, 2, 2, 2, 1, 0, 5, 6, 6, 6, 6], [7; 15].to_vec()].concat();
-        assert_eq!(of(false), both);
+        assert_eq!(found(false), both);
         let causal = [[7; 9].to_vec(), vec![6, 6, 6, 6, 5, 5, 4, 4, 3, 2, 1], [0; 21].to_vec()].concat();
-        assert_eq!(of(true), causal);
+        assert_eq!(found(true), causal);
     }
 }

@@ -1,4 +1,4 @@
-//! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
+//! What language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
 use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::{Batch, StopCheck};
@@ -15,7 +15,7 @@ use super::plain_attention::PlainAttention;
 use super::quantized::Quantization;
 use super::shape::{MlpIn, Order, Shape};
 use super::shard::{AllGuard, PassKind, RootGuard, Shards};
-use super::stacked::stored_beside;
+use super::stacked::parallel_expert_bytes;
 use super::{plain, uses_kernels};
 use rlhf_base::dist::{World, ZeroStage};
 use rlhf_base::offload::{InUse, Offload, Offloaded};
@@ -49,11 +49,11 @@ pub(super) struct Body {
     pub(super) merged_into_codes: bool,
     /// Number of leading parameters that share the memory of another model.
     pub(super) shared: usize,
-    /// The folder that the weights were read from, while the weights are still those of the folder.
+    /// The folder that the weights were read from, as long as the weights equal those of the folder.
     pub(super) origin: Option<PathBuf>,
     /// The content of `adapter_config.json`, if there is an adapter; without the base if the base is `origin`.
     pub(super) adapter: Option<Map<String, Value>>,
-    /// The base's values of the parameters that are trained in full beside an adapter: heads, and modules that are saved with it.
+    /// The base's values of the parameters that are trained in full beside an adapter: heads, and modules saved with the adapter.
     pub(super) originals: Vec<(String, Tensor)>,
     /// Whether training stores only the input of each layer and recomputes the layer in the backward pass.
     pub(super) gradient_checkpointing: bool,
@@ -61,14 +61,14 @@ pub(super) struct Body {
     pub(super) num_frozen: usize,
     /// Whether trained matrices are held in bf16.
     pub(super) trains_in_bf16: bool,
-    /// The parameters, if they are in memory for passes only.
+    /// The parameters, if they are in memory only during passes.
     pub(super) offloaded: OnceCell<Offloaded>,
 }
 
-/// The part of a model that is trained, and how it is held.
+/// Which weights of a model are trained, and in which dtype they are held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trains {
-    /// A new adapter; weights are held as they are computed.
+    /// A new adapter; the other weights are held in the dtype of products if that takes no more memory.
     Adapter,
     /// All weights, in f32.
     All,
@@ -76,10 +76,10 @@ pub enum Trains {
     AllInBf16,
 }
 
-/// Number of elements from which a matrix is held in bf16 where weights are trained so.
+/// The least number of elements of a matrix that is trained in bf16.
 pub(crate) const LEAST_IN_BF16: usize = 4096;
 
-/// Whether a parameter is held in bf16 where weights are trained so: a matrix or embedding of at least [`LEAST_IN_BF16`] elements. Vectors and
+/// Whether a parameter is held in bf16 if weights are trained in bf16: a matrix or embedding of at least [`LEAST_IN_BF16`] elements. Vectors and
 /// heads are computed in f32.
 pub(crate) fn holds_in_bf16(name: &str, shape: &[i64]) -> bool {
     shape.len() >= 2 && shape.iter().product::<i64>() >= LEAST_IN_BF16 as i64 && !lora::is_head(name)
@@ -100,7 +100,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// StopCheck a backward pass.
+    /// Ends a backward pass.
     fn finish_backward(mut self) -> Result<()> {
         self.guard.take().map_or(Ok(()), RootGuard::finish_backward)
     }
@@ -179,7 +179,7 @@ impl Body {
         }
     }
 
-    /// Checks that what is trained can be.
+    /// Checks that the weights can be trained this way.
     ///
     /// # Errors
     /// If quantized weights would be trained.
@@ -196,7 +196,7 @@ impl Body {
         self.decoder.linears().find_map(Linear::quantization)
     }
 
-    /// Holds each matrix in the dtype of its product, where that takes no more memory; results stay the same. Does nothing once the
+    /// Converts each matrix to the dtype of its product, if that takes no more memory; results stay the same. Does nothing once the
     /// model is divided over ranks or offloaded, as its memory is then fixed.
     pub(super) fn hold_as_computed(&mut self, head: Option<&mut Linear>) {
         if self.shards().stage().is_some() || self.offloaded.get().is_some() {
@@ -213,13 +213,13 @@ impl Body {
         }
     }
 
-    /// Holds every tensor in f32.
+    /// Converts every tensor to f32.
     pub(super) fn hold_as_f32(&mut self) {
         self.hold_as(|_| Kind::Float);
         (self.kind, self.trains_in_bf16) = (Kind::Float, false);
     }
 
-    /// Holds the larger matrices in bf16, also while they are trained, and other tensors in f32.
+    /// Converts the larger matrices to bf16, in which they are also trained, and other tensors to f32.
     pub(super) fn hold_in_bf16(&mut self) {
         self.hold_as(
             |param| if holds_in_bf16(&param.name, &param.tensor.size()) { Kind::BFloat16 } else { Kind::Float },
@@ -227,15 +227,16 @@ impl Body {
         (self.kind, self.trains_in_bf16) = (Kind::BFloat16, true);
     }
 
-    /// Holds each tensor, but for quantized weights, in the dtype that `kind` returns.
+    /// Converts each tensor, except quantized weights, to the dtype that `kind` returns.
     fn hold_as(&mut self, kind: impl Fn(&Param) -> Kind) {
         for param in self.params.iter_mut().filter(|param| !param.is_quantized()) {
             let kind = kind(param);
             if param.tensor.kind() != kind {
-                let held = tch::no_grad(|| param.tensor.to_kind(kind));
-                // Weights of a file in bf16 that were read in f32 come back as they were.
-                self.rounded_to_train |= kind == Kind::BFloat16 && held.to_kind(param.tensor.kind()) != param.tensor;
-                param.tensor.set_data(&held);
+                let converted = tch::no_grad(|| param.tensor.to_kind(kind));
+                // Weights that were read from bf16 into f32 lose nothing here.
+                self.rounded_to_train |=
+                    kind == Kind::BFloat16 && converted.to_kind(param.tensor.kind()) != param.tensor;
+                param.tensor.set_data(&converted);
             }
         }
         // `set_data` does not change the version by which copies are renewed.
@@ -244,7 +245,7 @@ impl Body {
 
     /// The dtype in which a head is saved.
     pub(super) fn head_kind(&self) -> Kind {
-        // A resumed run has to find the numbers that it left.
+        // In f32, so that a resumed run continues with the same numbers.
         if self.trains_in_bf16 { Kind::Float } else { self.kind }
     }
 
@@ -255,11 +256,11 @@ impl Body {
 
     /// The base's value of a parameter that is trained in full beside an adapter.
     pub(super) fn original(&self, name: &str) -> Option<&Tensor> {
-        self.originals.iter().find(|(of, _)| of == name).map(|(_, tensor)| tensor)
+        self.originals.iter().find(|(key, _)| key == name).map(|(_, tensor)| tensor)
     }
 
-    /// Gives the parameters `names`, and the heads, memory of their own in f32, with the base's values or those of `values`. The
-    /// base keeps the memory that they had.
+    /// Moves the parameters `names`, and the heads, to new memory in f32, with the base's values or the values in `values`. The
+    /// base keeps the old memory.
     ///
     /// # Errors
     /// If one of them is quantized.
@@ -278,7 +279,7 @@ impl Body {
             let original = param.tensor.detach();
             let value = values.iter().find(|(name, _)| *name == param.name).map(|(_, value)| value.shallow_clone());
             let value = value.unwrap_or_else(|| original.to_kind(Kind::Float).copy());
-            // In all its handles, of which the layers have one.
+            // In all handles of the tensor; the layers have one.
             param.tensor.set_data(&value);
             self.originals.push((param.name.clone(), original));
         }
@@ -292,7 +293,7 @@ impl Body {
         (self.narrowed && self.adapter.is_some() && self.origin.is_none()).then_some(self.kind)
     }
 
-    /// Sets which parameters require gradients. With an adapter only the adapter, what is saved with it and a classifier's or value
+    /// Sets which parameters require gradients. With an adapter, only the adapter, the modules saved with it and a classifier's or value
     /// head do.
     pub(super) fn set_trainable(&mut self, trainable: bool) {
         let all = self.adapter.is_none();
@@ -315,7 +316,7 @@ impl Body {
             return Err(Error::Run("the model has an adapter; merge it before adding another".into()));
         }
         let experts = self.config.family.names.experts;
-        // PEFT's names of adapters in MLPs differ between versions of transformers, if there are experts.
+        // With experts, PEFT's names of adapters in MLPs differ between versions of transformers.
         let adapts = |layer: &str| !lora::is_in_head(layer) && !experts.is_some_and(|experts| experts.has(layer));
         Ok(self.decoder.linears_mut().chain(head).filter(|linear| adapts(linear.name())).collect())
     }
@@ -387,11 +388,11 @@ impl Body {
         }
     }
 
-    /// Merges the adapter into those weights of the files that were quantized when they were read, before they are quantized again.
-    /// Does nothing for others.
+    /// Merges the adapter into weights that were quantized when they were read: the adapter is added to the weights of the files, and the
+    /// sum is quantized again. Does nothing for other weights.
     ///
-    /// The values that codes stand for are on a grid, and most of what an adapter adds is smaller than half of its step: added to them it
-    /// is lost.
+    /// Quantized values are on a grid, and most of what an adapter adds is smaller than half a step of it: added to these values it would be
+    /// lost.
     ///
     /// # Errors
     /// If a file cannot be read.
@@ -411,7 +412,7 @@ impl Body {
             match files.plain(linear.name(), self.device)? {
                 Some(weight) => {
                     linear.merge_into(&if names.transposed { weight.tr() } else { weight });
-                    // As where weights are quantized when they are read.
+                    // As after quantizing a weight that was read.
                     tch_ext::release_memory();
                 }
                 None => self.merged_into_codes = true,
@@ -420,7 +421,7 @@ impl Body {
         Ok(())
     }
 
-    /// Rounds the parameters that were trained in full, but for heads, to the dtypes of `originals`, the base's values of them.
+    /// Rounds the parameters that were trained in full, except heads, to the dtypes of their base values `originals`.
     pub(super) fn round_as(&mut self, originals: &[(String, Tensor)]) {
         for param in self.params.iter_mut().filter(|param| !lora::is_head(&param.name)) {
             if let Some((_, original)) = originals.iter().find(|(name, _)| *name == param.name) {
@@ -435,7 +436,7 @@ impl Body {
         kind == Kind::Float || kind == Kind::BFloat16 && self.trains_in_bf16
     }
 
-    /// Checks the input for mistakes of the caller on which libtorch would fail.
+    /// Checks the input for mistakes that would make libtorch fail.
     pub(super) fn check<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<()> {
         let (sequences, vocab) = (batch.sequences, self.config.vocab_size);
         if let Some(param) = self.trainable_params().find(|param| !self.is_trainable(param.tensor.kind())) {
@@ -549,14 +550,14 @@ impl Body {
         Ok(Gathered { guard: Some(self.shards().gather_all()?), body: self, head })
     }
 
-    /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone come
-    /// before it, as the other ranks take part in a pass that has started.
+    /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone must be reported
+    /// before: once a pass has started, the other ranks take part in it.
     pub(super) fn start_pass<'a>(&'a self, kind: PassKind, head: Option<&'a Linear>) -> Result<Pass<'a>> {
         let loaded = self.offloaded.get().map(Offloaded::in_use).transpose()?;
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
     }
 
-    /// Whether the model is on a GPU that can record its decoding steps: each does the same work with the same tensors.
+    /// Whether the model is on a GPU that can record its decoding steps as a CUDA graph: each step does the same work with the same tensors.
     pub(super) fn has_recordable_steps(&self) -> bool {
         self.device.is_cuda()
             && !plain()
@@ -565,18 +566,18 @@ impl Body {
             && self.decoder.has_recordable_steps()
     }
 
-    /// Offloads the parameters between their uses, unless they are offloaded already: of a frozen model that is not divided over ranks, but
-    /// for those that it shares with another model. `name` is the model's in errors.
+    /// Offloads the parameters of a frozen model between their uses, except those that it shares with another model. Does nothing if they are
+    /// offloaded already or divided over ranks. `name` names the model in errors.
     ///
     /// # Errors
     /// If there is not enough memory or disk space for them.
     pub(super) fn offload(&self, place: &Offload, name: &str) -> Result<()> {
-        let own = self.params.iter().skip(self.shared).map(|param| &param.tensor);
+        let tensors = self.params.iter().skip(self.shared).map(|param| &param.tensor);
         if self.offloaded.get().is_some() || self.shards().are_params_divided() {
             return Ok(());
         }
         self.decoder.drop_copies();
-        if let Some(offloaded) = place.hold(name, own)? {
+        if let Some(offloaded) = place.hold(name, tensors)? {
             drop(self.offloaded.set(offloaded));
         }
         Ok(())
@@ -610,18 +611,18 @@ impl Body {
     ) -> Result<Hidden<'a>> {
         self.check(batch)?;
         let pass = self.start_pass(PassKind::Forward, head)?;
-        let layout = self.layout_of(&batch.with_dropout(None), shift);
+        let layout = self.batch_layout(&batch.with_dropout(None), shift);
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
         let states = self.without_graph(|| self.decoder.forward(&layout, None, Some(&rows), None, batch.ends))?;
         Ok(Hidden { states: states.narrow(0, 0, count), _pass: pass })
     }
 
-    /// Calls `f`, without gradients if those of this model are divided: only [`Body::backward`] reduces them.
+    /// Calls `f`, without gradients if this model's gradients are divided over ranks: only [`Body::backward`] reduces them.
     fn without_graph<T>(&self, f: impl FnOnce() -> T) -> T {
         if self.shards().are_gradients_divided() { tch::no_grad(f) } else { f() }
     }
 
-    /// Forward and backward pass; accumulates gradients. `gradient_of` receives the hidden states of [`Body::hidden_at`],
+    /// Forward and backward pass; accumulates gradients. `loss_gradient` receives the hidden states of [`Body::hidden_at`],
     /// detached, and returns the gradient of the loss with respect to them. It is not called if all spans are empty.
     ///
     /// # Errors
@@ -631,7 +632,7 @@ impl Body {
         batch: Batch<'_, S>,
         shift: i64,
         head: Option<&Linear>,
-        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+        loss_gradient: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         self.check(batch)?;
         if self.trainable_params().next().is_none() {
@@ -642,19 +643,19 @@ impl Body {
         }
         let pass = self.start_pass(PassKind::Backward, head)?;
         let dropout = batch.dropout.filter(|rows| rows.share > 0.0 && self.adapter.is_some());
-        let layout = self.layout_of(&batch.with_dropout(dropout), shift);
+        let layout = self.batch_layout(&batch.with_dropout(dropout), shift);
         let dropout = dropout.map(|rows| Dropout::new(rows, &layout.lens));
         let (rows, count) = self.rounded_rows_at(&layout, batch.spans, shift);
         let options =
             BackwardOptions { dropout: dropout.as_ref(), gradient_checkpointing: self.gradient_checkpointing };
-        self.decoder.backward(&layout, (&rows, count), options, gradient_of)?;
+        self.decoder.backward(&layout, (&rows, count), options, loss_gradient)?;
         pass.finish_backward()
     }
 
     /// The layout of a batch for a pass with outputs at its spans only.
-    fn layout_of<S: AsRef<[i64]>>(&self, batch: &Batch<'_, S>, shift: i64) -> Layout {
+    fn batch_layout<S: AsRef<[i64]>>(&self, batch: &Batch<'_, S>, shift: i64) -> Layout {
         if let (Some(start), Some(prompts)) = (self.start_token(), batch.prompt_lens) {
-            return self.layout_of_pairs(batch, (start, prompts), shift);
+            return self.paired_layout(batch, (start, prompts), shift);
         }
         match (batch.unpadded_lens, batch.dropout) {
             (Some(unpadded_lens), _) => {
@@ -676,9 +677,9 @@ impl Body {
         }
     }
 
-    /// The layout of an encoder-decoder: the encoder reads each prompt, and each different one once, the decoder the token `start` and the
-    /// response, up to the last token that the outputs depend on.
-    fn layout_of_pairs<S: AsRef<[i64]>>(
+    /// The layout of an encoder-decoder. The encoder reads each different prompt once; the decoder reads the token `start` and the response, up
+    /// to the last token that the outputs depend on.
+    fn paired_layout<S: AsRef<[i64]>>(
         &self,
         batch: &Batch<'_, S>,
         (start, prompts): (i64, &[usize]),
@@ -706,13 +707,13 @@ impl Body {
     }
 
     /// The layout of prompts before their responses, with outputs at some rows only. Checks the prompts.
-    pub(super) fn layout_of_prompts<S: AsRef<[i64]>>(&self, prompts: &[S]) -> Result<Layout> {
+    pub(super) fn prompt_layout<S: AsRef<[i64]>>(&self, prompts: &[S]) -> Result<Layout> {
         let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
         let spans = vec![0..0; prompts.len()];
         let batch = Batch::new(prompts, &spans).with_prompts(Some(&lens));
         self.check(batch)?;
         Ok(match self.start_token() {
-            Some(start) => self.layout_of_pairs(&batch, (start, &lens), 0),
+            Some(start) => self.paired_layout(&batch, (start, &lens), 0),
             None => self.padded_layout(prompts),
         })
     }
@@ -727,7 +728,7 @@ impl Body {
         if uses_kernels(compute, self.device) { layout.padded(tch_ext::token_multiple(compute)) } else { layout }
     }
 
-    /// The sequences up to the last token that the outputs depend on; in a causal model nothing behind a span matters.
+    /// The sequences up to the last token that the outputs depend on; in a causal model nothing after a span matters.
     fn needed<'s, S: AsRef<[i64]>>(&self, batch: &Batch<'s, S>, shift: i64) -> Vec<&'s [i64]> {
         let whole = !self.config.causal || self.config.has_length_dependent_rope();
         let pairs = batch.sequences.iter().map(AsRef::as_ref).zip(batch.spans);
@@ -742,9 +743,9 @@ impl Body {
 
     /// Indices in the packed order of the positions `spans` of each sequence, each moved by `shift`.
     pub(super) fn rows_at(&self, layout: &Layout, spans: &[Range<usize>], shift: i64) -> Tensor {
-        let of_row =
-            |(row, span): (usize, &Range<usize>)| span.clone().map(move |t| layout.index_of(row, t as i64 + shift));
-        let rows: Vec<i64> = spans.iter().enumerate().flat_map(of_row).collect();
+        let row_indices =
+            |(row, span): (usize, &Range<usize>)| span.clone().map(move |t| layout.token_index(row, t as i64 + shift));
+        let rows: Vec<i64> = spans.iter().enumerate().flat_map(row_indices).collect();
         on_device(&rows, self.device)
     }
 
@@ -760,21 +761,21 @@ impl Body {
     }
 }
 
-/// Most tokens of the row by which the scores of attention without a kernel are counted: they grow with the square of a row's length.
+/// The longest row, in tokens, for which attention scores without a kernel are counted: they grow with the square of a row's length.
 const USUAL_ROW: usize = 1024;
 
-/// Memory of a token in a row of usual length, as numbers of the compute dtype: what an attention layer stores, what a layer with a recurrent or
+/// Memory per token in a row of usual length, in numbers of the compute dtype: what an attention layer stores, what a layer with a recurrent or
 /// convolutional state stores, and what the backward pass of one layer takes besides: the attention scores, or a state's gradients.
 fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
     let row = c.max_position_embeddings.clamp(1, USUAL_ROW);
     let (kind, count) = (compute.elt_size_in_bytes() as f64, row as f64);
     let gate = if c.attention_gate { 4 * c.num_attention_heads * c.head_dim } else { 0 };
     let numbers = |bytes: f64| (bytes / count / kind) as i64;
-    let (of_attention, of_scores) = match PlainAttention::of(c, compute, device) {
+    let (attention_numbers, score_numbers) = match PlainAttention::of(c, compute, device) {
         None => ((2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, 0),
-        Some(own) => {
-            let stored = numbers(own.stored_bytes(c, [1, row], kind)) + c.mean_widths()[0] as i64;
-            (stored, numbers(own.working_bytes(c, [1, row])))
+        Some(plain) => {
+            let stored = numbers(plain.stored_bytes(c, [1, row], kind)) + c.mean_widths()[0] as i64;
+            (stored, numbers(plain.working_bytes(c, [1, row])))
         }
     };
     let pass = MixedPass {
@@ -785,14 +786,14 @@ fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
         has_kernels: uses_kernels(compute, device),
         trains: true,
     };
-    let of_mixing = c.mixing.map_or([0, 0], |mixing| {
+    let [mixing_numbers, working_numbers] = c.mixing.map_or([0, 0], |mixing| {
         [mixing.stored_bytes(c.hidden_size, pass), mixing.working_bytes(c.hidden_size, pass)].map(numbers)
     });
-    [of_attention + gate, of_mixing[0], of_scores.max(of_mixing[1])]
+    [attention_numbers + gate, mixing_numbers, score_numbers.max(working_numbers)]
 }
 
-/// Bytes per token of norms in a layer whose attention has no kernel, beside the inputs of two norms: the numbers that libtorch's norms store, the
-/// norms of queries, keys and values, and the inputs of norms after a branch.
+/// Bytes per token of norms in a layer whose attention has no kernel, in addition to the inputs of two norms: the numbers that libtorch's norms
+/// store, the norms of queries, keys and values, and the inputs of norms after a branch.
 fn stored_by_plain_norms(c: &Shape, (compute, device): (Kind, Device)) -> f64 {
     if PlainAttention::of(c, compute, device).is_none() {
         return 0.0;
@@ -802,8 +803,8 @@ fn stored_by_plain_norms(c: &Shape, (compute, device): (Kind, Device)) -> f64 {
     let after_branches = if matches!(c.order, Order::Sandwich | Order::Output) { 2.0 * hidden * 4.0 } else { 0.0 };
     let [queries, keys] = c.mean_widths();
     let values = if c.layer_shapes.is_empty() { 0.0 } else { keys };
-    let of_heads = if c.family.names.qk_norm.is_some() { queries + keys + values } else { 0.0 };
-    2.0 * hidden * normalized + after_branches + of_heads * (normalized + if kind < 4.0 { 4.0 + kind } else { 4.0 })
+    let head_norms = if c.family.names.qk_norm.is_some() { queries + keys + values } else { 0.0 };
+    2.0 * hidden * normalized + after_branches + head_norms * (normalized + if kind < 4.0 { 4.0 + kind } else { 4.0 })
 }
 
 /// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` whose products are of this dtype on this device.
@@ -811,9 +812,10 @@ pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkp
     let kind = place.0.elt_size_in_bytes() as i64;
     let stream = c.hidden_size * 4;
     // The mean over the layers.
-    let [of_attention, of_mixing, of_scores] = mixed_numbers(c, place);
+    let [attention_numbers, mixing_numbers, score_numbers] = mixed_numbers(c, place);
     let mixing_layers = c.num_hidden_layers - c.attention_layers();
-    let heads = (c.attention_layers() * of_attention + mixing_layers * of_mixing) / c.num_hidden_layers.max(1);
+    let heads =
+        (c.attention_layers() * attention_numbers + mixing_layers * mixing_numbers) / c.num_hidden_layers.max(1);
     let inner = match c.family.names.mlp_in {
         MlpIn::Up(_) => 2 * c.active_width(),
         MlpIn::Gated(_) | MlpIn::GatedFused(_) => 4 * c.active_width(),
@@ -821,21 +823,21 @@ pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkp
     // The residual stream after attention and after the MLP; both norms, the projections, the heads' outputs, the MLP.
     let mut layer = 2 * stream + (2 * c.hidden_size + heads + inner) * kind;
     let width = kind as f64;
-    layer += (c.routed_width() * (width + 4.0) + stored_beside(c, width) + stored_in_branch(c, width)) as i64;
+    layer += (c.routed_width() * (width + 4.0) + parallel_expert_bytes(c, width) + stored_in_branch(c, width)) as i64;
     layer += stored_by_plain_norms(c, place) as i64;
     if c.relative.is_some() {
         // Scores of contents and positions, for the keys of a long text.
         layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;
     }
-    // A trained bias by distance: each layer stores its scores, and there are the biases, their gradients and the scores of one backward
-    // pass, whose number is measured.
+    // With a trained bias by distance, each layer stores its scores. The biases, their gradients and the scores of one backward pass come on
+    // top; their number is measured.
     let width = c.max_position_embeddings.min(1 << 13) as i64;
     let scores = if c.relative_bias.is_some() { 4 * c.num_attention_heads * width } else { 0 };
     // A token is in one of the two stacks of an encoder-decoder.
     let layers = c.num_hidden_layers.max(c.encoder_layers.unwrap_or(0));
     let stored = if gradient_checkpointing { layers * stream + layer } else { layers * (layer + scores) };
-    let of_inputs = 2 * stored_inputs(c) as i64;
-    (stored + of_scores * kind + of_inputs + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
+    let input_bytes = 2 * stored_inputs(c) as i64;
+    (stored + score_numbers * kind + input_bytes + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
 }
 
 #[cfg(test)]
@@ -845,17 +847,17 @@ mod tests {
 
     #[test]
     fn scores_with_a_trained_bias_count_for_micro_batches_and_so_do_the_layers_of_the_longer_stack() {
-        let of = |key: &str, value: i64| {
+        let bytes = |key: &str, value: i64| {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/t5/config.json");
             let Value::Object(mut raw) = rlhf_base::weights::read_json(&path).unwrap() else { panic!("an object") };
             raw.insert(key.into(), value.into());
             let config = ModelConfig::from_json(&path, raw).unwrap();
             [false, true].map(|checkpointing| activation_bytes(&config, (Kind::Float, Device::Cpu), checkpointing))
         };
-        let ([plain, stored], [longer, longer_stored]) = (of("n_positions", 512), of("n_positions", 1024));
+        let ([plain, stored], [longer, longer_stored]) = (bytes("n_positions", 512), bytes("n_positions", 1024));
         // 2 heads of 512 more scores in f32: in each of 2 layers and twice; 7 times with gradient checkpointing.
         assert_eq!([longer - plain, longer_stored - stored], [4 * 4096, 7 * 4096]);
-        assert_eq!(of("num_decoder_layers", 1), [plain, stored]);
-        assert!(of("num_decoder_layers", 4)[0] > plain);
+        assert_eq!(bytes("num_decoder_layers", 1), [plain, stored]);
+        assert!(bytes("num_decoder_layers", 4)[0] > plain);
     }
 }

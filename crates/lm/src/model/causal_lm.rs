@@ -106,7 +106,7 @@ impl CausalLm {
         Ok(Self::build(config, Source::Fresh(seed), options, &[], |_, _| Ok(()))?.0)
     }
 
-    /// Builds the model and what `extra` builds beside it. Tensors of the checkpoint whose names start with one of `ignored`
+    /// Builds the model, and what `extra` builds from the same source. Tensors of the checkpoint whose names start with one of `ignored`
     /// are skipped.
     pub(super) fn build<T>(
         mut config: ModelConfig,
@@ -116,7 +116,7 @@ impl CausalLm {
         extra: impl FnOnce(&mut Builder<'_>, &Shape) -> Result<T>,
     ) -> Result<(Self, T)> {
         let names = &config.family.names;
-        let (held, compute) = options.kinds(source);
+        let (kind, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
         builder.quantize_to(options.quantization);
         // As in transformers 5: an encoder-decoder without a stored head has the embedding as head.
@@ -136,7 +136,7 @@ impl CausalLm {
             decoder.embedding()
         } else {
             let shape = [config.vocab_size, config.embedding_size];
-            // A list of spared layers without the head quantizes it too.
+            // The head may be quantized in the files, if the list of layers to skip lacks it.
             builder.unpack(true);
             let head = builder.tensor(names.lm_head.into(), &shape, Init::Normal(config.initializer_range), true)?;
             builder.unpack(false);
@@ -148,13 +148,13 @@ impl CausalLm {
         let (rounded, left_out) = (builder.has_rounded(), builder.left_out());
         let params = builder.finish(&[ignored, tied.as_slice()].concat())?;
         let head = LmHead::new(head, &config, compute);
-        let body = Body { left_out, rounded, ..Body::new(decoder, params, config, options.device, held) };
+        let body = Body { left_out, rounded, ..Body::new(decoder, params, config, options.device, kind) };
         Ok((Self { body, head }, extra))
     }
 
     /// Adds a new adapter, drawn from `seed`, and freezes the other weights. The adapter has no effect until it is trained.
     ///
-    /// An LM head that is tied to the embedding becomes a tensor of its own if the adapter saves one of the two, as in PEFT.
+    /// An LM head that is tied to the embedding becomes a separate tensor if the adapter saves one of the two, as in PEFT.
     ///
     /// # Errors
     /// If a target, a pattern or a module to save matches nothing; if the model has an adapter.
@@ -177,14 +177,14 @@ impl CausalLm {
         self.untied_for(&modules, |model| model.body.load_adapter(None, folder, false))
     }
 
-    /// Calls `add`, with a head of its own if the head is the embedding and `modules` select one of the two. Without effect on an
+    /// Calls `add`, after separating a tied head from the embedding if `modules` select one of the two. Changes nothing on an
     /// error.
     fn untied_for(&mut self, modules: &[String], add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let names = &self.body.config.family.names;
         let embedding = format!("{}.weight", names.embed);
         let unties = [names.lm_head, &embedding].iter().any(|name| lora::is_in_saved_module(names, name, modules));
         let tied = self.body.config.tie_word_embeddings;
-        // Encoder and decoder have modules of their own for the one embedding, which PEFT would save apart.
+        // Encoder and decoder have separate modules for the one embedding, which PEFT would save separately.
         if self.body.config.is_encoder_decoder() && unties && (tied || lora::is_in_module(&embedding, modules)) {
             return Err(Error::refused(
                 "lora_modules_to_save",
@@ -202,10 +202,11 @@ impl CausalLm {
         }
         let (config, compute) = (self.body.config.clone(), self.body.decoder.compute);
         let embedding = self.body.decoder.embedding();
-        // It shares the memory of the embedding until one of the two gets memory of its own.
+        // The head shares the memory of the embedding until one of the two gets new memory.
         let weight = embedding.detach();
-        let [tied, own] = [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
-        self.head = own;
+        let [tied, separate] =
+            [&embedding, &weight].map(|weight| LmHead::new(weight.shallow_clone(), &config, compute));
+        self.head = separate;
         self.body.config.untie();
         let name = names.lm_head.into();
         self.body.params.push(Param { name, tensor: weight, decay: true, embedding: false, fixed: false });
@@ -217,20 +218,20 @@ impl CausalLm {
         added
     }
 
-    /// Swaps the memory of the trained parameters and that of `weights`, which are in their order and may have another float dtype. The
+    /// Swaps the memory of the trained parameters with that of `weights`, which are in the same order and may have another float dtype. The
     /// parameters of the model must not be divided over ranks.
     pub fn swap_trained(&self, weights: &[Tensor]) {
         for (param, weight) in self.trainable_params().zip(weights) {
-            let own = param.tensor.detach();
-            // In all their handles; copies in the dtype of products are renewed by the version, which `set_data` does not change.
+            let trained = param.tensor.detach();
+            // In all handles of the tensors. A new version renews copies in the dtype of products; `set_data` does not change the version.
             param.tensor.shallow_clone().set_data(&weight.detach());
-            weight.shallow_clone().set_data(&own);
+            weight.shallow_clone().set_data(&trained);
             tch_ext::bump_version(&param.tensor);
         }
     }
 
-    /// The model without its adapter: a view of the same weights, and of the base's values of modules that are saved with the
-    /// adapter. It takes no memory except for copies of weights in the dtype of products, where that dtype is narrower.
+    /// The model without its adapter: a view of the same weights, with the base's values of modules that are saved with the
+    /// adapter. It takes no memory except for copies of weights in the dtype of products, if that dtype is narrower.
     ///
     /// # Errors
     /// Never for a model that was loaded or built successfully.
@@ -385,7 +386,7 @@ impl CausalLm {
         let targets = Targets::new(&self.head, sequences, spans, options)?;
         // Each token is predicted at the position before it.
         let hidden = self.hidden_at(batch, -1)?;
-        Ok(self.head.logprobs_of(&hidden.states, &targets))
+        Ok(self.head.token_logprobs(&hidden.states, &targets))
     }
 
     /// Forward and backward pass of a loss of [`CausalLm::token_logprobs`]; accumulates gradients. Returns the
@@ -406,18 +407,18 @@ impl CausalLm {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(batch, 1)?;
         let targets = Targets::new(&self.head, sequences, spans, options.into())?;
-        let mut found = None;
+        let mut results = None;
         self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
             let (logprobs, gradient) = self.head.logprobs_gradient(hidden, &targets, loss);
-            found = Some(logprobs);
+            results = Some(logprobs);
             gradient
         })?;
-        Ok(found.unwrap_or_else(|| targets.none()))
+        Ok(results.unwrap_or_else(|| targets.none()))
     }
 
-    /// As [`CausalLm::logprobs_backward`], of a loss in which the log-probabilities of all tokens act together: `loss` receives those of
-    /// all M tokens, and is not called if there is none. Where the logits of all tokens are more than a slice, they are computed twice.
-    /// The loss may not depend on the entropies other than as numbers.
+    /// As [`CausalLm::logprobs_backward`], for a loss of all tokens together: `loss` receives the log-probabilities of all M tokens, and is
+    /// not called if there are none. Logits that do not fit into one slice are computed twice. The loss may use the entropies as numbers,
+    /// but gets no gradient through them.
     ///
     /// # Errors
     /// As [`CausalLm::logprobs_backward`].
@@ -430,17 +431,17 @@ impl CausalLm {
         let Batch { sequences, spans, .. } = batch;
         self.body.check_spans(batch, 1)?;
         let targets = Targets::new(&self.head, sequences, spans, options.into())?;
-        let mut found = None;
+        let mut results = None;
         self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
             let (logprobs, gradient) = self.head.joint_gradient(hidden, &targets, loss);
-            found = Some(logprobs);
+            results = Some(logprobs);
             gradient
         })?;
-        Ok(found.unwrap_or_else(|| targets.none()))
+        Ok(results.unwrap_or_else(|| targets.none()))
     }
 
-    /// Forward and backward pass of the sum of the divergences from a teacher's distributions in the places of the M tokens of the batch's spans,
-    /// each times its weight of `weights` `[M]`; accumulates gradients. Logits of both models are held a slice at a time. The two may have
+    /// Forward and backward pass of the weighted sum of the divergences from a teacher's distributions at the M tokens of the batch's spans;
+    /// `weights` is `[M]`. Accumulates gradients. Logits of both models are held a slice at a time. The two may have
     /// vocabularies of different sizes: the ids that only one of them has are left out.
     ///
     /// # Errors
@@ -454,14 +455,14 @@ impl CausalLm {
     ) -> Result<TokenDivergences> {
         self.body.check_spans(batch, 1)?;
         let (ids, states) = self.compared(batch, teacher)?;
-        let mut found = None;
+        let mut results = None;
         self.body.backward(batch, -1, Some(&self.head.linear), |hidden| {
             let teacher = (teacher.of, &states);
             let (numbers, gradient) = self.head.divergence_gradient(hidden, teacher, &ids, (divergence, weights));
-            found = Some(numbers);
+            results = Some(numbers);
             gradient
         })?;
-        Ok(found.unwrap_or_else(|| TokenDivergences::join(&[], self.device())))
+        Ok(results.unwrap_or_else(|| TokenDivergences::join(&[], self.device())))
     }
 
     /// As [`CausalLm::divergence_backward`], without a gradient.
@@ -486,7 +487,7 @@ impl CausalLm {
     fn compared<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>, teacher: TeacherRows<'_>) -> Result<(Tensor, Tensor)> {
         let pairs = batch.sequences.iter().zip(batch.spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
-        let states = teacher.of.states_of(teacher.rows, batch.spans)?;
+        let states = teacher.of.hidden_states(teacher.rows, batch.spans)?;
         teacher.of.check_ids(&ids, self.config().vocab_size)?;
         Ok((on_device(&ids, self.device()), states))
     }
@@ -537,13 +538,13 @@ impl CausalLm {
         })
     }
 
-    /// The distributions from which the tokens at `spans` of each sequence are drawn, for [`LogprobOptions::kl_to`]. They are
+    /// The distributions that the tokens at `spans` of each sequence are drawn from, for [`LogprobOptions::kl_to`]. They are
     /// stored as one hidden state per token, without logits.
     ///
     /// # Errors
     /// As [`CausalLm::token_logprobs`].
     pub fn distributions<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Distributions> {
-        // Of a head that only a pass holds the distributions have a copy.
+        // If only a pass has the head in memory, the distributions get a copy of it.
         let divided = self.body.shards().are_params_divided() || self.body.offloaded.get().is_some();
         if batch.sequences.is_empty() && !divided {
             return Ok(Distributions::none(&self.head));
@@ -582,7 +583,7 @@ impl CausalLm {
         capacity: impl FnOnce(usize) -> usize,
         ends: StopCheck<'_>,
     ) -> Result<(KvCache, Tensor)> {
-        let layout = self.body.layout_of_prompts(prompts)?;
+        let layout = self.body.prompt_layout(prompts)?;
         let mut cache = self.body.decoder.new_cache(prompts.len(), capacity(layout.width as usize))?;
         let last: Vec<_> = prompts.iter().map(|prompt| prompt.as_ref().len() - 1..prompt.as_ref().len()).collect();
         let last = self.body.rows_at(&layout, &last, 0);
@@ -591,8 +592,8 @@ impl CausalLm {
         Ok((cache, self.head.forward(&hidden)))
     }
 
-    /// Reads the rows of a cache again whose rotary angles change at this step, as transformers does; `logits` `[rows, vocab]` are those
-    /// of the step, of which those rows are replaced.
+    /// Computes the rows of a cache again whose rotary angles change at this step, as transformers does. Replaces these rows in the step's
+    /// `logits` `[rows, vocab]`.
     fn read_outgrown(&self, cache: &mut KvCache, logits: Tensor) -> Result<Tensor> {
         let (rows, sequences) = cache.outgrown();
         if rows.is_empty() {
@@ -605,8 +606,8 @@ impl CausalLm {
     }
 
     /// Appends one token to every row of the cache, `tokens` `[rows]` i64, and returns the logits of the next, `[rows, vocab]` f32
-    /// or bf16. Neither waits for the device nor copies anything to it, except where `longrope` has a row read again and where a GPU records a
-    /// step ([`KvCache::decode`]).
+    /// or bf16. Neither waits for the device nor copies anything to it, unless `longrope` requires a row to be computed again or a GPU records
+    /// the step ([`KvCache::decode`]).
     ///
     /// # Errors
     /// If the model is divided over ranks, and a rank has ended or does not respond.
@@ -638,8 +639,8 @@ impl CausalLm {
         self.body.decoder.forward_appended(&tokens, (&rows, &counts), cache)
     }
 
-    /// Whether [`CausalLm::append`] works with this cache. It does not with an encoder, with biases by distance, and where `longrope` may have
-    /// a row read again.
+    /// Whether [`CausalLm::append`] works with this cache. It does not with an encoder, with biases by distance, or if `longrope` may require a
+    /// row to be computed again.
     pub fn can_append(&self, cache: &KvCache) -> bool {
         self.body.decoder.can_append() && cache.can_append()
     }

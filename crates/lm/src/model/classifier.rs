@@ -21,10 +21,10 @@ use std::ops::Range;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// Names of known linear heads: transformers', and DeepSpeed-Chat's.
+/// Names of known linear heads: those of transformers and DeepSpeed-Chat.
 pub(super) const SCORE_HEADS: [&str; 2] = ["score.weight", "v_head.weight"];
 
-/// Name of the head of older reward models of OpenRLHF, whose newer ones have transformers' name.
+/// Name of the head of older reward models of OpenRLHF; newer ones use transformers' name.
 const OPENRLHF_HEAD: &str = "value_head.weight";
 
 /// Names of the head of LLaMA-Factory's reward models, and of TRL's value heads.
@@ -81,10 +81,10 @@ pub struct ClassifierHead {
     labels: Vec<String>,
     chosen: Label,
     new_head: bool,
-    /// The layers of a new head before the last one that the folder lacks.
+    /// The newly initialized layers of a new head, before its last layer: those that the folder lacks.
     drawn: Vec<String>,
     format: ClassifierFormat,
-    /// Whether the head is one of [`SUMMARY`], beside a language model in whose form the model is saved.
+    /// Whether the head is named as in [`SUMMARY`]; the model is then saved in the form of a language model.
     is_summary: bool,
 }
 
@@ -187,7 +187,7 @@ impl<'a> ForeignHead<'a> {
         let saved = if self.is_summary() { weight } else { SCORE_HEADS[0] };
         let mut tensor = |stored: &str, saved: &str| {
             builder.allow(stored);
-            builder.given(saved.into(), |device, kind| checkpoint.read(stored, device, kind))
+            builder.read_with(saved.into(), |device, kind| checkpoint.read(stored, device, kind))
         };
         let weight = tensor(weight, saved)?;
         let bias = bias.map(|bias| tensor(bias, bias)).transpose()?;
@@ -208,8 +208,8 @@ impl SequenceClassifier {
     /// LLaMA-Factory's (`v_head.summary` in `value_head.safetensors`). The model is frozen until [`SequenceClassifier::set_trainable`].
     ///
     /// With `new_head: Some(seed)` the folder may contain a language model, or an encoder without a head: its body is loaded, and a
-    /// head with one label is initialized, of an encoder those of its layers that the folder lacks. That of an encoder-decoder has
-    /// two layers, as transformers' class has, initialized as there.
+    /// head with one label is initialized. For an encoder, only the layers of the head that the folder lacks are initialized. The head of
+    /// an encoder-decoder has two layers and is initialized as in transformers' class.
     ///
     /// If the folder holds a PEFT adapter and no model, loads the adapter's base and adds the adapter to it, with the head
     /// that was trained beside it; with `new_head` the adapter may be a language model's.
@@ -226,16 +226,16 @@ impl SequenceClassifier {
             if new_head.is_none() {
                 folder.check_task(true)?;
             }
-            let own_head = folder.holds_head()?;
-            let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(own_head.then_some(0)), options)?;
-            if own_head {
+            let has_head = folder.holds_head()?;
+            let mut model = Self::from_pretrained(&folder.base_dir()?, new_head.or(has_head.then_some(0)), options)?;
+            if has_head {
                 folder.check_holds(&std::mem::take(&mut model.head.drawn))?;
             }
             model.put_adapter(&folder)?;
-            model.head.new_head &= !own_head;
+            model.head.new_head &= !has_head;
             return Ok(model);
         }
-        let config = ModelConfig::from_dir(dir)?.of_classifier();
+        let config = ModelConfig::from_dir(dir)?.into_classifier();
         config.check_classifier_code(dir)?;
         if !config.is_sequence_classifier() && !dir.join("model.safetensors").is_file() {
             check_pickle(dir)?;
@@ -244,7 +244,7 @@ impl SequenceClassifier {
         config.check_rewards(dir)?;
         let source = Source::Checkpoint(&checkpoint);
         let names = &config.family.names;
-        let (held, compute) = options.kinds(source);
+        let (weight_kind, compute) = options.kinds(source);
         let mut builder = Builder::new(source, names, options.device, options.dtype.kind());
         builder.set_tied(config.tie_word_embeddings);
         builder.quantize_to(options.quantization);
@@ -265,7 +265,7 @@ impl SequenceClassifier {
         // A stored head is kept: `new_head` is for folders without one.
         let new_head = new_head.filter(|_| checkpoint.shape(&scores).is_none() && foreign.is_none());
         let one = || vec!["LABEL_0".to_string()];
-        // The labels of a model that is no classifier of transformers are those of any model.
+        // A model that is no classifier of transformers has transformers' default labels, which say nothing about its head.
         let has_one = !config.is_sequence_classifier() && checkpoint.shape(&scores).is_some_and(|shape| shape[0] == 1);
         let has_one = has_one || new_head.is_some() || name == SCORE_HEADS[1] || foreign.is_some();
         let labels = if has_one { one() } else { config.labels.clone() };
@@ -292,22 +292,23 @@ impl SequenceClassifier {
         let params = builder.finish(&ignored)?;
         let chosen = Label::One(0);
         let new_head = new_head.is_some();
-        // The folder has other names than those by which an adapter finds its base.
+        // An adapter could not use a folder whose tensors have other names as its base.
         let origin = (!config.is_part() && foreign.is_none()).then(|| dir.to_path_buf());
         let is_summary = foreign.is_some_and(|foreign| foreign.is_summary());
-        let body = Body { left_out, rounded, origin, ..Body::new(decoder, params, config, options.device, held) };
+        let body =
+            Body { left_out, rounded, origin, ..Body::new(decoder, params, config, options.device, weight_kind) };
         let head = ClassifierHead { layers: head, labels, chosen, new_head, drawn, format, is_summary };
         Ok(Self { body, head })
     }
 
-    /// Adds a new adapter, drawn from `seed`, and freezes the other weights; the head is still trained in full, with those of its layers
-    /// that a new one has not from the folder.
+    /// Adds a new adapter, drawn from `seed`, and freezes the other weights. The head is still trained in full, with the newly initialized
+    /// layers of a new head.
     ///
     /// # Errors
     /// As [`super::CausalLm::add_adapter`]; if the model has DeepSpeed-Chat's names, which PEFT does not know.
     pub fn add_adapter(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
         self.check_names()?;
-        // No folder has these, so they are saved with the adapter.
+        // No folder has these layers, so they are saved with the adapter.
         let drawn = self.head.drawn.iter().filter(|layer| !is_in_head(layer)).cloned();
         let modules_to_save = config.modules_to_save.iter().cloned().chain(drawn).collect();
         let config = LoraConfig { modules_to_save, ..config.clone() };
@@ -346,7 +347,7 @@ impl SequenceClassifier {
         }
     }
 
-    /// The format in which the model is saved: that of the folder it was loaded from, or the one that was
+    /// The format that the model is saved in: the format of its folder, or the one that was
     /// [set](SequenceClassifier::set_format).
     pub fn format(&self) -> ClassifierFormat {
         self.head.format
@@ -451,9 +452,9 @@ impl SequenceClassifier {
         Ok(())
     }
 
-    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. An encoder-decoder has none without the lengths
-    /// of the prompts, which [`super::ValueModel::values_of`] takes: its head, which reads the end of a text for a score, is applied to
-    /// each of the decoder's states.
+    /// Values at the positions `spans` of each sequence, M in all, row after row: `[M]` f32. An encoder-decoder needs the lengths of the prompts
+    /// too: use [`super::ValueModel::values_of`]. Its head, which reads the end of a text for a score, is applied to each of the decoder's
+    /// states.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`]; if a span is not within its sequence; if the model fails
@@ -462,7 +463,7 @@ impl SequenceClassifier {
         self.values(Batch::new(sequences, spans))
     }
 
-    /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as that.
+    /// [`SequenceClassifier::values_at`] for a batch, which may have padding; errors as there.
     pub fn values<S: AsRef<[i64]>>(&self, batch: Batch<'_, S>) -> Result<Tensor> {
         let head = self.value_head()?;
         self.body.check_spans(batch, 0)?;
@@ -495,9 +496,8 @@ impl SequenceClassifier {
         }
     }
 
-    /// The logits of each sequence: at its last token, for an encoder at its first or of the mean over its tokens; of an
-    /// encoder-decoder at the last, of which encoder and decoder both read the sequence:
-    /// `[rows, labels]` f32.
+    /// The logits of each sequence, `[rows, labels]` f32: of a decoder at the last token, of an encoder at the first token or for the mean
+    /// over the tokens, of an encoder-decoder, whose encoder and decoder both read the sequence, at the last token.
     ///
     /// # Errors
     /// As [`super::CausalLm::logits`].
@@ -518,7 +518,7 @@ impl SequenceClassifier {
     /// # Errors
     /// As [`super::CausalLm::logits`].
     pub fn scores<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Result<Tensor> {
-        Ok(self.chosen_of(&self.logits(sequences)?))
+        Ok(self.chosen_logits(&self.logits(sequences)?))
     }
 
     /// Forward and backward pass of `loss`, a scalar computed from the [scores](SequenceClassifier::scores) `[rows]`, with
@@ -535,18 +535,18 @@ impl SequenceClassifier {
         if self.config().is_encoder_decoder() {
             let twice = ReadTwice::new(sequences);
             return self.body.backward(twice.batch().with_dropout(dropout), 0, None, |hidden| {
-                loss(&self.chosen_of(&self.head.layers.forward(hidden))).backward();
+                loss(&self.chosen_logits(&self.head.layers.forward(hidden))).backward();
                 hidden.grad()
             });
         }
         let spans = self.read_at(sequences);
         self.body.backward(Batch::new(sequences, &spans).with_dropout(dropout), 0, None, |hidden| {
-            loss(&self.chosen_of(&self.head.layers.forward(&self.pooled(hidden, &spans)))).backward();
+            loss(&self.chosen_logits(&self.head.layers.forward(&self.pooled(hidden, &spans)))).backward();
             hidden.grad()
         })
     }
 
-    /// The position of each sequence at which the head is applied.
+    /// The positions of each sequence that the head reads.
     fn read_at<S: AsRef<[i64]>>(&self, sequences: &[S]) -> Vec<Range<usize>> {
         let lens = sequences.iter().map(|s| s.as_ref().len());
         match self.head.layers {
@@ -568,7 +568,7 @@ impl SequenceClassifier {
         Tensor::stack(&means.collect::<Vec<_>>(), 0)
     }
 
-    fn chosen_of(&self, logits: &Tensor) -> Tensor {
+    fn chosen_logits(&self, logits: &Tensor) -> Tensor {
         match self.head.chosen {
             Label::One(i) => logits.select(1, i),
             Label::Difference(i, j) => logits.select(1, i) - logits.select(1, j),
@@ -591,8 +591,8 @@ fn check_pickle(dir: &Path) -> Result<()> {
     Err(Error::invalid(dir, message))
 }
 
-/// Texts as an encoder-decoder's classifier reads them: the encoder reads the text, the decoder the start token and the text without its
-/// last token, and the head is applied at the end. transformers' head is at the last end token, which is there.
+/// Texts as an encoder-decoder's classifier reads them: the encoder reads the text, the decoder reads the start token and the text without its
+/// last token, and the head is applied at the end. transformers applies the head at the last end token, which is the same place.
 struct ReadTwice {
     sequences: Vec<Vec<i64>>,
     prompt_lens: Vec<usize>,
@@ -653,7 +653,7 @@ impl Head {
         labels: i64,
         new_head: Option<u64>,
     ) -> Result<Self> {
-        // f32, as bf16 would round scores to steps of 1/128 of their size.
+        // f32: bf16 would round scores to steps of 1/128 of their size.
         let compute = Kind::Float;
         let width_in = config.hidden_size;
         let by_width = if config.scale_init_by_width { (width_in as f64).sqrt() } else { 1.0 };

@@ -1,6 +1,6 @@
 //! `config.json` as transformers 4 and 5 write it, resolved into the [`Shape`] that the decoder needs.
 
-use super::families::{self, FAMILIES, of_classifiers};
+use super::families::{self, FAMILIES, classifier_family};
 use super::quantized::{Quantization, is_skipped};
 use super::shape::{Family, Fields, MOST_LAYERS, Shape, Stacking, brief};
 use rlhf_base::weights::{no_such_file, pretty, read_json, write_text};
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 use tch::Kind;
 
-/// Fields of `config.json` that transformers takes for the generation if there is no `generation_config.json`.
+/// Fields of `config.json` that transformers uses as generation settings if there is no `generation_config.json`.
 const GENERATION: [&str; 10] = [
     "do_sample",
     "temperature",
@@ -30,7 +30,7 @@ const GENERATION: [&str; 10] = [
 pub struct ModelConfig {
     shape: Shape,
     raw: Map<String, Value>,
-    /// Whether the file describes a larger model, of which this is the part for text.
+    /// Whether the file describes a larger model, and this is its text part.
     is_part: bool,
     /// The `generation_config.json` beside it.
     generation: Map<String, Value>,
@@ -44,7 +44,7 @@ impl std::ops::Deref for ModelConfig {
     }
 }
 
-/// Names of encoder-decoders whose files do not state it.
+/// Names of encoder-decoders whose files do not say that they are encoder-decoders.
 const ENCODER_DECODERS: [&str; 9] =
     ["umt5", "longt5", "switch_transformers", "mbart", "pegasus", "marian", "m2m_100", "led", "blenderbot"];
 
@@ -60,10 +60,10 @@ impl ModelConfig {
         }
         let mut config = Self::read(&path)?;
         if !config.read_generation(dir)? {
-            let of_generation =
+            let is_generation =
                 |(name, value): &(&String, &Value)| GENERATION.contains(&name.as_str()) && !value.is_null();
-            let found = config.raw.iter().filter(of_generation).map(|(name, value)| (name.clone(), value.clone()));
-            config.generation = found.collect();
+            let settings = config.raw.iter().filter(is_generation).map(|(name, value)| (name.clone(), value.clone()));
+            config.generation = settings.collect();
         }
         let fields =
             Fields { path: &dir.join("generation_config.json"), raw: &config.generation, family: config.family };
@@ -89,7 +89,7 @@ impl ModelConfig {
         Ok(false)
     }
 
-    /// The model's default generation settings: those of `generation_config.json`, or, where there is no such file, those in `config.json`.
+    /// The model's default generation settings, from `generation_config.json`, or from `config.json` if there is no such file.
     pub fn generation_settings(&self) -> &Map<String, Value> {
         &self.generation
     }
@@ -148,13 +148,13 @@ impl ModelConfig {
     }
 }
 
-/// A model for text and images, of which the language model is read.
+/// A model for text and images; only its language model is read.
 struct Whole {
     /// Its `model_type`.
     name: &'static str,
     /// The `model_type`s that its language model may have; the first is the default.
     texts: &'static [&'static str],
-    /// Whether its own field, true by default, says if the head is the embedding; otherwise the field of the language model comes first.
+    /// Whether the outer file's field, true by default, says if the head is tied to the embedding; otherwise the text part's field comes first.
     states_ties: bool,
 }
 
@@ -168,11 +168,11 @@ const WHOLES: [Whole; 6] = [
     Whole { name: "lfm2_vl", texts: &["lfm2", "lfm2_moe"], states_ties: false },
 ];
 
-/// The field by which LFM2 says that its head is the embedding; it takes precedence over that of the other families.
+/// LFM2's field for a head that is tied to the embedding; it takes precedence over the other families' field.
 const LFM2_TIES: &str = "tie_embedding";
 
 /// Fields that the file of a model for text and images may have instead of its text part.
-const OF_WHOLE: [&str; 10] = [
+const WHOLE_FIELDS: [&str; 10] = [
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -193,15 +193,16 @@ impl Whole {
             return Err(Error::invalid(path, format!("`text_config`: expected an object, found {found}")));
         };
         let mut text = text.clone();
-        for key in OF_WHOLE {
+        for key in WHOLE_FIELDS {
             if let Some(value) = whole.get(key).filter(|_| !text.contains_key(key)) {
                 text.insert(key.into(), value.clone());
             }
         }
         let ties = "tie_word_embeddings";
-        let (of_whole, of_text) = (whole.get(ties).cloned(), text.get(ties).cloned());
-        // As in transformers 5, whose head is a part of the whole. A stored head that differs is used in any case.
-        let tied = if self.states_ties { of_whole.or(of_text).or(Some(json!(true))) } else { of_text.or(of_whole) };
+        let (whole_ties, text_ties) = (whole.get(ties).cloned(), text.get(ties).cloned());
+        // As in transformers 5, where the head belongs to the outer model. A stored head that differs is used in any case.
+        let tied =
+            if self.states_ties { whole_ties.or(text_ties).or(Some(json!(true))) } else { text_ties.or(whole_ties) };
         text.extend(tied.map(|tied| (ties.to_string(), tied)));
         let found = text.get("model_type").filter(|found| !found.is_null());
         // Files of Gemma 3 may name the whole here.
@@ -240,7 +241,7 @@ fn family(path: &Path, raw: &Map<String, Value>) -> Result<&'static Family> {
     Err(Error::invalid(path, format!("`model_type`: expected one of {}, found {found}", known.join(", "))))
 }
 
-/// Whether quantized weights are in MXFP4, the format of stacked experts, which are read plain.
+/// Whether weights are quantized in MXFP4, the format of stacked experts; they are unpacked when they are read.
 fn is_mxfp4(family: &Family, described: &Value) -> bool {
     let is_stacked = family.names.experts.is_some_and(|experts| experts.stacking == Some(Stacking::InOut));
     is_stacked && described.get("quant_method").is_some_and(|method| method == "mxfp4")
@@ -274,7 +275,7 @@ impl ModelConfig {
         }
     }
 
-    /// Rejects a classifier whose class is code in its folder, such as a head with gates (ArmoRM): its scores would be others.
+    /// Rejects a classifier whose class is code in its folder, such as a head with gates (ArmoRM): its scores would be wrong here.
     pub fn check_classifier_code(&self, dir: &Path) -> Result<()> {
         let known = [Some(self.family.classifier_class), self.family.causal_lm_class];
         let class = self.architectures.iter().find(|name| !known.contains(&Some(name.as_str())));
@@ -315,12 +316,12 @@ impl ModelConfig {
     }
 
     /// The configuration of a classifier with the layers of this model, which may be a language model.
-    pub fn of_classifier(mut self) -> Self {
-        self.shape.family = of_classifiers(self.family);
+    pub fn into_classifier(mut self) -> Self {
+        self.shape.family = classifier_family(self.family);
         self
     }
 
-    /// Whether the file describes a larger model, of which this is the part for text.
+    /// Whether the file describes a larger model, and this is its text part.
     pub fn is_part(&self) -> bool {
         self.is_part
     }
@@ -334,7 +335,7 @@ impl ModelConfig {
         }
     }
 
-    /// A model of the same form with one layer of at most about `parameters` parameters, and `words` words; for measurements.
+    /// A model of the same form with one layer of at most about `parameters` parameters, and a vocabulary of `words`; for measurements.
     pub fn reduced(&self, words: i64, parameters: usize) -> Self {
         let mut config = self.clone();
         let shape = &mut config.shape;
@@ -368,8 +369,8 @@ impl ModelConfig {
         self.raw.get("quantization_config").and_then(Quantization::of_config)
     }
 
-    /// Describes quantized weights, unless the file that was read does: the linear layers `kept` are not quantized, nor is `head`, and
-    /// `quantized` are.
+    /// Describes quantized weights, unless the file that was read already describes them correctly: the linear layers `kept` and `head` are not
+    /// quantized, and the layers `quantized` are.
     pub fn describe_quantization(
         &mut self,
         format: Quantization,
@@ -379,7 +380,7 @@ impl ModelConfig {
     ) {
         let old = self.raw.get("quantization_config");
         let fits = |old: &Value| {
-            // A list replaces the one by which transformers spares the head.
+            // Without a list, transformers leaves the head unquantized by itself.
             let spares_head = |head: &str| old["llm_int8_skip_modules"].is_null() || is_skipped(old, head);
             Quantization::of_config(old) == Some(format)
                 && kept.iter().all(|layer| is_skipped(old, layer))
@@ -393,7 +394,7 @@ impl ModelConfig {
         }
     }
 
-    /// Whether the file spares the linear layer of this name when it describes quantized weights.
+    /// Whether the file's description of quantized weights leaves the linear layer of this name unquantized.
     pub fn spares(&self, layer: &str) -> bool {
         self.raw.get("quantization_config").is_some_and(|described| is_skipped(described, layer))
     }
@@ -426,7 +427,7 @@ impl ModelConfig {
         families::embedding_copies(&self.shape)
     }
 
-    /// The content of `generation_config.json` for saving; if there was none, a note that all comes from the configuration.
+    /// The content of `generation_config.json` for saving; if there was none, a note that the settings come from `config.json`.
     pub fn generation(&self) -> Map<String, Value> {
         if self.generation.is_empty() {
             Map::from_iter([("_from_model_config".into(), true.into())])
@@ -449,8 +450,8 @@ impl ModelConfig {
     /// The configuration for saving a classifier. transformers needs a pad id to find the last token, so without one eos is
     /// used.
     pub fn for_sequence_classifier(&self, labels: &[String], eos: Option<i64>, pad: Option<i64>) -> Self {
-        let own = self.raw.get("pad_token_id").and_then(Value::as_i64);
-        let mut config = self.with_tokens(eos, pad.or(own).or(eos));
+        let stored_pad = self.raw.get("pad_token_id").and_then(Value::as_i64);
+        let mut config = self.with_tokens(eos, pad.or(stored_pad).or(eos));
         config.shape.architectures = vec![self.family.classifier_class.into()];
         config.shape.labels = labels.to_vec();
         config.raw.insert("architectures".into(), json!(config.architectures));
@@ -469,7 +470,7 @@ impl ModelConfig {
 
     fn with_tokens(&self, eos: Option<i64>, pad: Option<i64>) -> Self {
         let mut config = self.clone();
-        let pad = families::pad_of_positions(&self.shape).or(pad);
+        let pad = families::position_pad(&self.shape).or(pad);
         if let (Some(eos), true) = (eos, self.eos_token_ids.is_empty()) {
             config.shape.eos_token_ids = vec![eos];
             config.raw.insert("eos_token_id".into(), json!(eos));

@@ -5,8 +5,8 @@ mod layer_heads;
 use super::batch::StopCheck;
 use super::gates::opened;
 use super::kv_cache::{CachedHeads, KvCache};
-use super::layer_inputs::{AllInputs, InputBranch, rows_of};
-use super::layout::{BiasOf, Layout, Scores};
+use super::layer_inputs::{AllInputs, InputBranch, embedding_rows};
+use super::layout::{BiasBlock, Layout, Scores};
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
 use super::mixer::Mixer;
@@ -15,7 +15,7 @@ use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
 use super::shard::{LayerGuard, Shards};
-use super::stacked::{ExpertsBeside, Stack};
+use super::stacked::{ParallelExperts, Stack};
 use super::state::StateShape;
 use super::{on_gpu, plain, uses_kernels};
 use rlhf_base::rng::Stream;
@@ -28,20 +28,20 @@ use tch::{Device, Kind, Tensor};
 struct Layer {
     /// `None` in a first layer that reads the embeddings as they are.
     input_norm: Option<Norm>,
-    /// A part in the place of attention, which then has no projections.
+    /// Takes the place of attention, which then has no projections.
     mixer: Option<Mixer>,
     qkv: Vec<Linear>,
-    /// Norms of queries and keys; of queries alone where the keys are another layer's.
+    /// Norms of queries and keys; of queries alone if the keys are another layer's.
     qk_norm: Vec<Norm>,
     attention_out: Linear,
     mlp_norm: Norm,
     output_norms: Option<[Norm; 2]>,
     mlp: Mlp,
-    /// Experts beside the MLP.
-    beside: Option<ExpertsBeside>,
+    /// Experts in addition to the MLP.
+    parallel_experts: Option<ParallelExperts>,
     scores: Scores,
     cross: Option<CrossAttention>,
-    /// The part that reads the layer's own input.
+    /// The branch that reads the layer's own input.
     input_branch: Option<InputBranch>,
     /// Factor of the result.
     scalar: Option<Tensor>,
@@ -73,7 +73,7 @@ pub(crate) struct Decoder {
     /// Table of the bias of scores by distance, `[buckets, heads]`.
     bias_table: Option<Tensor>,
     layers: Vec<Layer>,
-    /// Number of the first layer among those of the model: an encoder's come before its decoder's.
+    /// Index of the stack's first layer among all layers of the model: an encoder's layers come before its decoder's.
     first_layer: usize,
     final_norm: Option<Norm>,
     shape: Shape,
@@ -111,13 +111,13 @@ struct Pass<'a> {
     query_factors: Option<Tensor>,
     /// The bias of scores by distance, `[rows or 1, heads, queries, keys]` f32.
     bias: Option<Tensor>,
-    /// Inputs of each layer beside its hidden states, `[N, layers, width]` f32.
+    /// Inputs of each layer in addition to its hidden states, `[N, layers, width]` f32.
     inputs: Option<Tensor>,
-    /// Keys and values of whole sequences that later layers have too, by their layer.
+    /// Keys and values of whole sequences that later layers use too, by the layer that computed them.
     keys: HashMap<usize, (Tensor, Tensor)>,
     memory: Option<Memory>,
     dropout: Option<&'a Dropout>,
-    /// Whether the layers have one graph, and their parameters are all there: the end of a layer may compute the beginning of the next.
+    /// Whether all layers have one graph and their parameters are on this rank: the end of a layer may then compute the beginning of the next.
     joins_layers: bool,
     /// The input of the next layer's attention, if the layer before it has computed it.
     normed: Option<Tensor>,
@@ -126,11 +126,11 @@ struct Pass<'a> {
 /// The encoder's hidden states `[N, hidden size]` f32, which a decoder attends to.
 struct Memory {
     states: Tensor,
-    /// Dropout before the adapters of their projections.
+    /// Dropout before the adapters of the projections of these states.
     dropout: Option<Dropout>,
 }
 
-/// The forward pass of a stack whose layers have backward passes of their own.
+/// The forward pass of a stack in which each layer has its own backward pass.
 struct StoredLayers {
     /// The input of each layer, its output if that has a graph, and the state of dropout before it.
     layers: Vec<(Tensor, Option<LayerOutput>, Option<Vec<Stream>>)>,
@@ -138,23 +138,23 @@ struct StoredLayers {
     first_state: Option<Vec<Stream>>,
     /// The output of the last layer, a leaf.
     top: Tensor,
-    /// The bias by distance with its graph, and the leaf that the layers have.
+    /// The bias by distance with its graph, and the leaf that the layers read.
     bias: Option<(Tensor, Tensor)>,
-    /// The inputs of all layers with their graph, and the leaf that the layers have.
+    /// The inputs of all layers with their graph, and the leaf that the layers read.
     inputs: Option<(Tensor, Tensor)>,
-    /// Leaves of the keys and values that later layers have too.
+    /// Leaves of the keys and values that later layers use too.
     keys: HashMap<usize, (Tensor, Tensor)>,
     memory: Option<Memory>,
 }
 
-/// The hidden states after a layer, with their graph, and keys and values that later layers have too.
+/// The hidden states after a layer, with their graph, and the keys and values that later layers use too.
 struct LayerOutput {
     states: Tensor,
     keys: Option<(Tensor, Tensor)>,
 }
 
 impl LayerOutput {
-    /// The backward pass from the gradient of the hidden states, and from those that `leaves` of keys and values have.
+    /// The backward pass from the gradient of the hidden states and from the gradients of `leaves`, the leaves of keys and values.
     fn backward(&self, gradient: &Tensor, leaves: Option<(Tensor, Tensor)>) {
         let (Some(keys), Some(leaves)) = (&self.keys, leaves) else {
             return tch_ext::backward(&self.states, gradient);
@@ -172,7 +172,7 @@ impl LayerOutput {
 }
 
 /// A leaf with the values of `x`, which collects its gradient.
-fn leaf_of(x: &Tensor) -> Tensor {
+fn as_leaf(x: &Tensor) -> Tensor {
     x.detach().set_requires_grad(true)
 }
 
@@ -185,7 +185,7 @@ impl Decoder {
         if names.encoder.is_some() {
             b.check_copies(&embed)?;
         }
-        let encoder = match (shape.of_encoder(), names.encoder) {
+        let encoder = match (shape.encoder_shape(), names.encoder) {
             (Some(shape), Some(names)) => Some(Self::stack(&shape, names, &embed, b, compute)?),
             _ => None,
         };
@@ -259,25 +259,26 @@ impl Decoder {
         &self.shards
     }
 
-    /// Sets the division of the model's parameters: that of a model whose memory this one shares.
+    /// Sets the division of the model's parameters to that of a model whose memory this one shares.
     pub(crate) fn set_shards(&mut self, shards: Shards) {
         self.encoder.iter_mut().for_each(|encoder| encoder.shards = shards.clone());
         self.shards = shards;
     }
 
-    /// Number of the layer that the parameter `name` is part of, an encoder's before its decoder's; `None` outside the layers.
+    /// Index of the layer that the parameter `name` is part of, an encoder's layers before its decoder's; `None` outside the layers.
     pub(crate) fn layer_of(&self, name: &str) -> Option<usize> {
         let names = &self.shape.family.names;
-        // The bias by distance is that of all layers of its stack.
+        // All layers of a stack share the bias by distance.
         if names.relative_bias.is_some_and(|bias| name.ends_with(&format!(".{bias}.weight"))) {
             return None;
         }
-        let of = |names: &Names| name.strip_prefix(names.layers)?.strip_prefix('.')?.split('.').next()?.parse().ok();
-        let of_decoder = of(names).map(|layer: usize| layer + self.first_layer);
-        of_decoder.or_else(|| names.encoder.and_then(of))
+        let layer_index =
+            |names: &Names| name.strip_prefix(names.layers)?.strip_prefix('.')?.split('.').next()?.parse().ok();
+        let decoder_layer = layer_index(names).map(|layer: usize| layer + self.first_layer);
+        decoder_layer.or_else(|| names.encoder.and_then(layer_index))
     }
 
-    /// Number of layers, with those of an encoder.
+    /// Number of layers, an encoder's included.
     pub(crate) fn num_layers(&self) -> usize {
         self.first_layer + self.layers.len()
     }
@@ -292,10 +293,10 @@ impl Decoder {
         let Self { encoder, project, layers, layer_inputs, .. } = self;
         let encoder = encoder.as_deref_mut().map(|encoder| (&mut encoder.project, &mut encoder.layers));
         let stacks = encoder.into_iter().chain([(project, layers)]);
-        let of_stacks = stacks.flat_map(|(project, layers)| {
+        let linears = stacks.flat_map(|(project, layers)| {
             project.iter_mut().flatten().chain(layers.iter_mut().flat_map(Layer::linears_mut))
         });
-        of_stacks.chain(layer_inputs.iter_mut().map(|inputs| &mut inputs.projection))
+        linears.chain(layer_inputs.iter_mut().map(|inputs| &mut inputs.projection))
     }
 
     /// The encoder, if there is one, and the decoder.
@@ -320,7 +321,7 @@ impl Decoder {
         self.layers.iter_mut().flat_map(Layer::stacks_mut)
     }
 
-    /// Frees the copies of weights in the dtype of products, and those of norms in f32.
+    /// Frees the copies of weights in the dtype of products, and of norms in f32.
     pub(crate) fn drop_copies(&self) {
         self.linears().for_each(Linear::drop_copies);
         self.layers.iter().flat_map(Layer::stacks).for_each(Stack::drop_copies);
@@ -349,8 +350,8 @@ impl Decoder {
     /// packed order, or at all tokens. Fills `cache` if there is one.
     ///
     /// # Errors
-    /// If `ends` ends the pass; if the parameters are divided over ranks, and a rank has ended or does not respond, as all functions of
-    /// passes; if memory does not suffice.
+    /// If `ends` ends the pass; if the parameters are divided over ranks, and a rank has ended or does not respond (so in all functions that
+    /// run a pass); if memory does not suffice.
     pub(crate) fn forward(
         &self,
         layout: &Layout,
@@ -384,7 +385,7 @@ impl Decoder {
         let inputs = self.inputs(&layout.tokens, &x, dropout);
         let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
         pass.inputs = inputs;
-        // The bias of long rows is computed in blocks, where no gradient needs it.
+        // The bias of long rows is computed in blocks if no gradient needs it.
         let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
         let bias = (!self.bias_table.as_ref().is_some_and(in_blocks)).then(|| self.bias(layout, 0, layout.width));
         (pass.bias, pass.memory) = (bias.flatten(), memory);
@@ -413,7 +414,7 @@ impl Decoder {
         Ok(self.finish(x, None, None))
     }
 
-    /// Appends several tokens to some rows of the cache: to row `rows[i]` the `counts[i]` next ones of `tokens`, `[N]` i64. Only where
+    /// Appends several tokens to some rows of the cache: to row `rows[i]` the next `counts[i]` of `tokens`, `[N]` i64. Only if
     /// [`Decoder::can_append`].
     pub(crate) fn forward_appended(
         &self,
@@ -432,14 +433,14 @@ impl Decoder {
         Ok(())
     }
 
-    /// Whether [`Decoder::forward_appended`] has all that attention needs: it has no biases by distance and no encoder.
+    /// Whether [`Decoder::forward_appended`] supports this model: it computes no biases by distance and no attention to an encoder.
     pub(crate) fn can_append(&self) -> bool {
         self.encoder.is_none() && self.has_plain_scores()
     }
 
-    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step. It does not with an encoder and with a bias by
-    /// distance, which depend on the lengths that the host has; with `longrope`, whose factors are copied to the device; with experts,
-    /// whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step, so that a CUDA graph can replay it. It does not
+    /// with an encoder or a bias by distance, which depend on lengths on the host; with `longrope`, whose factors are copied to the device; with
+    /// experts, whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
     pub(crate) fn has_recordable_steps(&self) -> bool {
         let constant =
             |layer: &Layer| !layer.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
@@ -450,41 +451,41 @@ impl Decoder {
             && self.layers.iter().all(constant)
     }
 
-    /// Forward and backward pass; accumulates gradients. `gradient_of` receives the first `count` hidden states at `rows`,
+    /// Forward and backward pass; accumulates gradients. `loss_gradient` receives the first `count` hidden states at `rows`,
     /// detached, and returns the gradient of the loss with respect to them.
     pub(crate) fn backward(
         &self,
         layout: &Layout,
         (rows, count): (&Tensor, i64),
         options: BackwardOptions<'_>,
-        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+        loss_gradient: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
-        let gradient_of = |hidden: &Tensor| {
-            let gradient = gradient_of(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
+        let loss_gradient = |hidden: &Tensor| {
+            let gradient = loss_gradient(&hidden.narrow(0, 0, count).detach().set_requires_grad(true));
             gradient.constant_pad_nd([0, 0, 0, hidden.size()[0] - count])
         };
         within_memory(layout, || {
             if options.gradient_checkpointing || self.shards.are_gradients_divided() {
-                return self.backward_by_layer(layout, rows, options, gradient_of);
+                return self.backward_by_layer(layout, rows, options, loss_gradient);
             }
             let hidden = self.forward_all(layout, None, Some(rows), options.dropout, StopCheck::NEVER)?;
-            tch_ext::backward(&hidden, &gradient_of(&hidden));
+            tch_ext::backward(&hidden, &loss_gradient(&hidden));
             Ok(())
         })
     }
 
-    /// [`Decoder::backward`], where each layer has a backward pass of its own, so that its gradients can be reduced over ranks
+    /// [`Decoder::backward`] with a backward pass per layer, so that the layer's gradients can be reduced over ranks
     /// at once. With gradient checkpointing only the input of each layer is stored, and the layer is recomputed in its backward
     /// pass, with the same dropout.
     ///
-    /// Layers are also recomputed where products use copies of weights that are released after each layer: the stored
-    /// activations of a layer would hold on to its copies.
+    /// Layers are also recomputed if products use copies of weights that are released after each layer: the stored
+    /// activations of a layer would keep its copies alive.
     fn backward_by_layer(
         &self,
         layout: &Layout,
         rows: &Tensor,
         options: BackwardOptions<'_>,
-        gradient_of: impl FnOnce(&Tensor) -> Tensor,
+        loss_gradient: impl FnOnce(&Tensor) -> Tensor,
     ) -> Result<()> {
         let encoded = match (&self.encoder, &layout.source) {
             (Some(encoder), Some(source)) => {
@@ -500,7 +501,7 @@ impl Decoder {
         let (encoded, memory) = encoded.unzip();
         let stored = self.store_layers((layout, Some(rows)), options, memory)?;
         let hidden = self.finish(stored.top.shallow_clone(), Some(rows), options.dropout);
-        let gradient = gradient_of(&hidden);
+        let gradient = loss_gradient(&hidden);
         tch_ext::backward(&hidden, &gradient);
         let memory = self.backward_layers((layout, Some(rows)), options, stored)?;
         let (Some((encoder, layout, stored, hidden)), Some(memory)) = (encoded, memory) else { return Ok(()) };
@@ -533,7 +534,7 @@ impl Decoder {
         let mut layers = Vec::with_capacity(self.layers.len());
         let first_state = state();
         let mut x = tch::no_grad(|| self.embed(&layout.tokens, &layout.positions, dropout));
-        let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), leaf_of(&inputs)));
+        let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), as_leaf(&inputs)));
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
             let _whole = self.whole_layer(i)?;
@@ -546,7 +547,7 @@ impl Decoder {
             x = out.detach();
             let keys = pass.keys.remove(&i);
             if let Some((keys, values)) = &keys {
-                pass.keys.insert(i, (leaf_of(keys), leaf_of(values)));
+                pass.keys.insert(i, (as_leaf(keys), as_leaf(values)));
             }
             layers.push((input, (!recomputes).then_some(LayerOutput { states: out, keys }), state));
         }
@@ -555,7 +556,7 @@ impl Decoder {
         Ok(StoredLayers { layers, first_state, top: x.set_requires_grad(true), bias, inputs, keys, memory })
     }
 
-    /// The backward passes of stored layers, after the one to their `top`. Returns the encoder's hidden states, with their gradient.
+    /// The backward passes of stored layers, after the backward pass down to their `top`. Returns the encoder's hidden states, with their gradient.
     fn backward_layers(
         &self,
         (layout, rows): (&Layout, Option<&Tensor>),
@@ -604,7 +605,7 @@ impl Decoder {
     pub(crate) fn new_cache(&self, rows: usize, capacity: usize) -> Result<KvCache> {
         let heads = (0..self.layers.len()).map(|i| {
             let layer = self.shape.layer_shape(i);
-            CachedHeads { kv_heads: layer.kv_heads, head_dim: layer.head_dim, keys_of: layer.keys_of }
+            CachedHeads { kv_heads: layer.kv_heads, head_dim: layer.head_dim, keys_from: layer.keys_from }
         });
         let heads: Vec<CachedHeads> = heads.collect();
         let c = &self.shape;
@@ -631,9 +632,9 @@ impl Decoder {
         Pass { attention, rotations, query_factors, bias, inputs, keys, memory, dropout, joins_layers, normed }
     }
 
-    /// The inputs of each layer beside its hidden states, of `tokens` with the embeddings `x`.
+    /// The inputs of each layer in addition to its hidden states, for `tokens` with the embeddings `x`.
     fn inputs(&self, tokens: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Option<Tensor> {
-        self.layer_inputs.as_ref().map(|inputs| inputs.of(tokens, x, dropout))
+        self.layer_inputs.as_ref().map(|inputs| inputs.forward(tokens, x, dropout))
     }
 
     /// [`Decoder::inputs`] with the graph of the embeddings.
@@ -642,7 +643,7 @@ impl Decoder {
         self.inputs(&layout.tokens, &self.embed(&layout.tokens, &layout.positions, dropout), dropout)
     }
 
-    /// The factors by which queries grow, if there may be a position where they have grown.
+    /// The factors by which queries grow with their position, if a position may be far enough for growth.
     fn query_factors(&self, positions: &Tensor, attention: &Attention<'_>) -> Option<Tensor> {
         let most = match attention {
             Attention::Sequences(layout, _) => layout.width,
@@ -655,7 +656,7 @@ impl Decoder {
     /// The bias by distance of `count` queries from `first` on of whole sequences, `[rows or 1, heads, count, width]` f32, with -inf where no key
     /// is visible; differentiable.
     fn bias(&self, layout: &Layout, first: i64, count: i64) -> Option<Tensor> {
-        // Without one the distances, of which there are as many as the square of the width, are not computed either.
+        // Without a bias, the distances are not computed either: there are as many as the square of the width.
         self.bias_table.as_ref()?;
         let bias = self.bias_at(&layout.distances(first, count))?;
         // In a causal stack no token attends to slots after a row's end.
@@ -722,7 +723,7 @@ impl Decoder {
                 let attended = attend(&layer.input(x, compute));
                 let x = add(&select(x), &normed(after_attention, &attended), None);
                 let fed = layer.mlp.forward(&layer.mlp_norm.forward(&x, compute), dropout);
-                let fed = match &layer.beside {
+                let fed = match &layer.parallel_experts {
                     Some(experts) => experts.add_to(&fed, &x, dropout),
                     None => fed,
                 };
@@ -744,20 +745,20 @@ impl Decoder {
         }
     }
 
-    /// The residual stream `x` with the result of layer `i`'s MLP; and for the next layer the norm that it begins with, where one kernel
-    /// computes both.
+    /// The residual stream `x` with the result of layer `i`'s MLP added. If one kernel computes both, also the norm that the next layer begins
+    /// with.
     fn add_mlp(&self, i: usize, x: &Tensor, fed: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let layer = &self.layers[i];
         // Nothing else may change the stream before the next layer reads it.
         let is_whole = layer.input_branch.is_none() && layer.scalar.is_none();
         let next = self.layers.get(i + 1).filter(|_| pass.joins_layers && is_whole);
-        let joined = next.and_then(|next| next.input_norm.as_ref()?.of_sum_by_kernel(x, fed, self.compute));
+        let joined = next.and_then(|next| next.input_norm.as_ref()?.sum_by_kernel(x, fed, self.compute));
         let Some((sum, normed)) = joined else { return add(x, fed, None) };
         pass.normed = Some(normed);
         sum
     }
 
-    /// The result of attention or MLP as it is added to the residual stream.
+    /// Scales the result of attention or MLP, which is then added to the residual stream.
     fn branch(&self, x: Tensor) -> Tensor {
         if self.shape.branch_scale == 1.0 { x } else { x * self.shape.branch_scale }
     }
@@ -812,7 +813,7 @@ impl Decoder {
     }
 
     fn embed(&self, tokens: &Tensor, positions: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let mut x = rows_of(&self.embed, tokens);
+        let mut x = embedding_rows(&self.embed, tokens);
         if self.shape.embedding_scale != 1.0 {
             x *= self.shape.embedding_scale;
         }
@@ -820,7 +821,7 @@ impl Decoder {
             x = inward.forward_dropping(&x, dropout).to_kind(Kind::Float);
         }
         if let Some(table) = &self.positions {
-            x += rows_of(table, &(positions + self.shape.position_offset));
+            x += embedding_rows(table, &(positions + self.shape.position_offset));
         }
         if let Some(table) = &self.token_types {
             x += table.get(0).to_kind(Kind::Float);
@@ -861,7 +862,7 @@ impl Decoder {
         });
         let mut projections: Vec<Tensor> = projections.into_iter().map(in_all).collect();
         if let Some(factors) = &pass.query_factors {
-            // A rotation of grown queries is grown as much.
+            // The rotation that follows keeps the factor.
             projections[0] = (&projections[0] * factors).to_kind(self.compute);
         }
         let scores = &layer.scores;
@@ -963,21 +964,22 @@ impl Decoder {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
                 }
-                let of_layer = |all: &RelativePositions| all.of_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
-                let relative = self.relative.as_ref().map(of_layer);
-                let bias_of = |first: i64, count: i64| match &pass.bias {
+                let layer_scores =
+                    |all: &RelativePositions| all.for_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);
+                let relative = self.relative.as_ref().map(layer_scores);
+                let bias_block = |first: i64, count: i64| match &pass.bias {
                     Some(bias) if count == layout.width => bias.shallow_clone(),
                     Some(bias) => bias.narrow(2, first, count),
                     None => self.bias(layout, first, count).expect("the stack has a bias by distance"),
                 };
-                let bias: Option<BiasOf<'_>> = if self.bias_table.is_some() { Some(&bias_of) } else { None };
+                let bias: Option<BiasBlock<'_>> = if self.bias_table.is_some() { Some(&bias_block) } else { None };
                 layout.attend(&layer.scores, [&q, &k, &v], relative.as_ref(), bias)
             }
         }
     }
 }
 
-/// Runs a pass over `layout`. If memory does not suffice, at which libtorch's operations panic, that is an error with the size of the pass.
+/// Runs a pass over `layout`. If memory does not suffice, libtorch's operations panic; this becomes an error with the size of the pass.
 fn within_memory<T>(layout: &Layout, pass: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(pass)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
@@ -988,7 +990,7 @@ fn within_memory<T>(layout: &Layout, pass: impl FnOnce() -> Result<T>) -> Result
     })
 }
 
-/// The parameters of one layer, for as long as it is computed.
+/// The parameters of one layer while it is computed.
 struct WholeLayer<'a> {
     _guard: LayerGuard,
     decoder: &'a Decoder,
@@ -1016,46 +1018,46 @@ impl Layer {
         let cross = self.cross.iter().flat_map(|cross| cross.qkv.iter().chain([&cross.out]));
         let mixer = self.mixer.iter().flat_map(Mixer::linears);
         let branch = self.input_branch.iter().flat_map(InputBranch::linears);
-        let own = mixer.chain(&self.qkv).chain([&self.attention_out]);
-        let router = self.beside.iter().map(|experts| &experts.router);
-        own.chain(cross).chain(self.mlp.linears()).chain(router).chain(branch)
+        let attention = mixer.chain(&self.qkv).chain([&self.attention_out]);
+        let router = self.parallel_experts.iter().map(|experts| &experts.router);
+        attention.chain(cross).chain(self.mlp.linears()).chain(router).chain(branch)
     }
 
     fn linears_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         let cross = self.cross.iter_mut().flat_map(|cross| cross.qkv.iter_mut().chain([&mut cross.out]));
         let mixer = self.mixer.iter_mut().flat_map(Mixer::linears_mut);
         let branch = self.input_branch.iter_mut().flat_map(InputBranch::linears_mut);
-        let own = mixer.chain(&mut self.qkv).chain([&mut self.attention_out]);
-        let router = self.beside.iter_mut().map(|experts| &mut experts.router);
-        own.chain(cross).chain(self.mlp.linears_mut()).chain(router).chain(branch)
+        let attention = mixer.chain(&mut self.qkv).chain([&mut self.attention_out]);
+        let router = self.parallel_experts.iter_mut().map(|experts| &mut experts.router);
+        attention.chain(cross).chain(self.mlp.linears_mut()).chain(router).chain(branch)
     }
 
     fn has_experts(&self) -> bool {
-        self.mlp.has_experts() || self.beside.is_some()
+        self.mlp.has_experts() || self.parallel_experts.is_some()
     }
 
     fn norms(&self) -> impl Iterator<Item = &Norm> {
-        let own = self.input_norm.iter().chain(&self.qk_norm).chain([&self.mlp_norm]);
+        let norms = self.input_norm.iter().chain(&self.qk_norm).chain([&self.mlp_norm]);
         let output = self.output_norms.iter().flatten();
-        let beside = self.beside.iter().flat_map(|experts| &experts.norms);
+        let parallel_experts = self.parallel_experts.iter().flat_map(|experts| &experts.norms);
         let cross = self.cross.iter().map(|cross| &cross.norm);
         let branch = self.input_branch.iter().map(|branch| &branch.norm);
         let mixer = self.mixer.iter().filter_map(Mixer::norm);
-        own.chain(output).chain(beside).chain(cross).chain(branch).chain(mixer)
+        norms.chain(output).chain(parallel_experts).chain(cross).chain(branch).chain(mixer)
     }
 
     /// The weights of stacked experts.
     fn stacks(&self) -> impl Iterator<Item = &Stack> {
-        self.mlp.stacks().chain(self.beside.iter().flat_map(ExpertsBeside::stacks))
+        self.mlp.stacks().chain(self.parallel_experts.iter().flat_map(ParallelExperts::stacks))
     }
 
     fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
-        self.mlp.stacks_mut().chain(self.beside.iter_mut().flat_map(ExpertsBeside::stacks_mut))
+        self.mlp.stacks_mut().chain(self.parallel_experts.iter_mut().flat_map(ParallelExperts::stacks_mut))
     }
 
     fn new(i: usize, shape: &Shape, names: &Names, b: &mut Builder<'_>, compute: Kind) -> Result<Self> {
         let parts = LayerParts { i, shape, names, compute };
-        let (hidden, own) = (shape.hidden_size, shape.layer_shape(i));
+        let (hidden, layer_shape) = (shape.hidden_size, shape.layer_shape(i));
         let (at, heads_width) = (|name: &str| parts.at(name), parts.heads_width());
         let has_norm = i > 0 || shape.first_norm;
         let input_norm = has_norm.then(|| parts.norm(b, names.input_norm, hidden)).transpose()?;
@@ -1064,7 +1066,7 @@ impl Layer {
         let mixer = mixer.transpose()?;
         let (qkv, qk_norm) =
             if mixer.is_some() { (Vec::new(), Vec::new()) } else { (parts.qkv(b)?, parts.qk_norm(b)?) };
-        if own.keys_of.is_some() {
+        if layer_shape.keys_from.is_some() {
             // Published files have them; transformers ignores them too.
             for name in ["k_proj", "v_proj", "k_norm", "v_norm"] {
                 b.allow(&at(&format!("self_attn.{name}.weight")));
@@ -1076,13 +1078,13 @@ impl Layer {
         };
         let attention_out = parts.linear(b, out, [out_width, hidden], out_bias, parts.residual_std())?;
         let sinks = names.sinks.filter(|_| shape.has_sinks);
-        let (of_heads, init) = ([shape.num_attention_heads], Init::Normal(shape.initializer_range));
-        let sinks = sinks.map(|name| b.tensor(at(name), &of_heads, init, true)).transpose()?;
+        let (sink_shape, init) = ([shape.num_attention_heads], Init::Normal(shape.initializer_range));
+        let sinks = sinks.map(|name| b.tensor(at(name), &sink_shape, init, true)).transpose()?;
         let cross = names.cross.map(|names| parts.cross(b, names)).transpose()?;
         let mlp_norm = parts.norm(b, names.mlp_norm, hidden)?;
         let output_norms = names.output_norms.map(|names| parts.two_norms(b, names, [hidden; 2])).transpose()?;
         let mlp = Mlp::build(i, shape, names, b, (compute, parts.residual_std()))?;
-        let beside = ExpertsBeside::build(i, shape, at, b, compute)?;
+        let parallel_experts = ParallelExperts::build(i, shape, at, b, compute)?;
         let scores = Scores {
             scale: shape.attention_scale,
             softcap: shape.attention_softcap,
@@ -1102,7 +1104,7 @@ impl Layer {
             mlp_norm,
             output_norms,
             mlp,
-            beside,
+            parallel_experts,
             scores,
             cross,
             input_branch,
@@ -1111,7 +1113,7 @@ impl Layer {
     }
 }
 
-/// The names and sizes of the parts of layer `i`, which builds them.
+/// Builds the parts of layer `i` by their names and sizes.
 #[derive(Clone, Copy)]
 struct LayerParts<'a> {
     i: usize,
@@ -1132,8 +1134,8 @@ impl LayerParts<'_> {
 
     /// Width of all keys.
     fn kv_width(self) -> i64 {
-        let own = self.shape.layer_shape(self.i);
-        own.kv_heads * own.head_dim
+        let layer = self.shape.layer_shape(self.i);
+        layer.kv_heads * layer.head_dim
     }
 
     /// GPT-2 initializes the projections into the residual stream with a smaller deviation in deeper models.
@@ -1163,15 +1165,15 @@ impl LayerParts<'_> {
         Linear::build(b, &self.at(name), shape, self.compute)
     }
 
-    /// The projections of queries, keys and values; those of the last two are missing where they are another layer's, or one for both.
+    /// The projections of queries, keys and values: without keys and values if they are another layer's, without values if keys serve as values.
     fn qkv(self, b: &mut Builder<'_>) -> Result<Vec<Linear>> {
-        let (own, std) = (self.shape.layer_shape(self.i), self.shape.initializer_range);
+        let (layer, std) = (self.shape.layer_shape(self.i), self.shape.initializer_range);
         let (heads_width, kv_width) = (self.heads_width(), self.kv_width());
         let queries_width = if self.shape.attention_gate { 2 * heads_width } else { heads_width };
         let parts = match &self.names.qkv {
             Qkv::Separate([q, k, v]) => {
                 let mut parts = vec![(*q, queries_width, self.query_std()), (*k, kv_width, std), (*v, kv_width, std)];
-                parts.truncate(if own.keys_of.is_some() { 1 } else { 3 - usize::from(own.values_are_keys) });
+                parts.truncate(if layer.keys_from.is_some() { 1 } else { 3 - usize::from(layer.values_are_keys) });
                 parts
             }
             Qkv::Fused(name) | Qkv::FusedByHead(name) => vec![(*name, heads_width + 2 * kv_width, std)],
@@ -1182,11 +1184,11 @@ impl LayerParts<'_> {
 
     /// The norms of queries and keys.
     fn qk_norm(self, b: &mut Builder<'_>) -> Result<Vec<Norm>> {
-        let own = self.shape.layer_shape(self.i);
+        let layer = self.shape.layer_shape(self.i);
         Ok(match self.names.qk_norm {
             None => Vec::new(),
-            Some(QkNorm::ByHead([q, _])) if own.keys_of.is_some() => vec![self.norm(b, q, own.head_dim)?],
-            Some(QkNorm::ByHead(names)) => self.two_norms(b, names, [own.head_dim; 2])?.into(),
+            Some(QkNorm::ByHead([q, _])) if layer.keys_from.is_some() => vec![self.norm(b, q, layer.head_dim)?],
+            Some(QkNorm::ByHead(names)) => self.two_norms(b, names, [layer.head_dim; 2])?.into(),
             Some(QkNorm::Whole(names)) => self.two_norms(b, names, [self.heads_width(), self.kv_width()])?.into(),
         })
     }
@@ -1207,7 +1209,7 @@ impl LayerParts<'_> {
     }
 }
 
-/// The result of layer `index`'s part in the place of attention, `[N, width]`.
+/// The result of the mixer that layer `index` has in place of attention, `[N, width]`.
 fn mix(index: usize, mixer: &Mixer, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
     match &mut pass.attention {
         Attention::Sequences(layout, cache) => {
@@ -1239,7 +1241,7 @@ fn add(x: &Tensor, a: &Tensor, b: Option<&Tensor>) -> Tensor {
 
 /// The residual stream `x` with a branch added, and its norm in `kind`.
 fn add_and_normalize(x: &Tensor, branch: &Tensor, norm: &Norm, kind: Kind) -> (Tensor, Tensor) {
-    norm.of_sum_by_kernel(x, branch, kind).unwrap_or_else(|| {
+    norm.sum_by_kernel(x, branch, kind).unwrap_or_else(|| {
         let sum = add(x, branch, None);
         let normed = norm.forward(&sum, kind);
         (sum, normed)
@@ -1250,8 +1252,8 @@ fn three(parts: Vec<Tensor>) -> [Tensor; 3] {
     parts.try_into().expect("three parts")
 }
 
-/// Whether heads on `device` are rotated by few operations over much, each of which costs a GPU a start, in place of libtorch's own
-/// differentiable ones.
+/// Whether heads on `device` are rotated by few large operations, in place of libtorch's differentiable ones: on a GPU each operation costs a
+/// kernel launch.
 fn rotates_at_once(device: Device) -> bool {
     on_gpu(device) && !plain()
 }

@@ -58,13 +58,13 @@ pub(super) fn delta_rule(inputs: &DeltaInputs, start: Option<&Tensor>) -> (Tenso
     let since_start = sums.exp().unsqueeze(-1);
     let to_end = (sums.narrow(-1, CHUNK - 1, 1) - &sums).exp().unsqueeze(-1);
 
-    // The corrections of a chunk depend on those before them in it: a triangular system.
+    // Each correction in a chunk depends on the ones before it: a triangular system.
     let strong_keys = &keys * &strengths;
     let transposed = keys.transpose(-1, -2);
     let system = strong_keys.matmul(&transposed) * &between;
     let solve = |x: &Tensor| Tensor::linalg_solve_triangular(&system, x, false, true, true);
     let corrections = solve(&(&values * &strengths));
-    let of_state = solve(&(&strong_keys * &since_start));
+    let state_corrections = solve(&(&strong_keys * &since_start));
     let within = queries.matmul(&transposed) * &between;
     let (queries, keys) = (&queries * &since_start, (&keys * to_end).transpose(-1, -2));
     let decay = sums.select(-1, CHUNK - 1).exp();
@@ -76,7 +76,7 @@ pub(super) fn delta_rule(inputs: &DeltaInputs, start: Option<&Tensor>) -> (Tenso
     let mut outputs = Vec::with_capacity(chunks as usize);
     for chunk in 0..chunks {
         let at = |x: &Tensor| x.select(2, chunk);
-        let new = at(&corrections) - at(&of_state).matmul(&state);
+        let new = at(&corrections) - at(&state_corrections).matmul(&state);
         outputs.push(at(&queries).matmul(&state) + at(&within).matmul(&new));
         state = state * at(&decay).unsqueeze(-1).unsqueeze(-1) + at(&keys).matmul(&new);
     }
@@ -157,21 +157,21 @@ mod tests {
     fn gradients_through_the_borders_of_chunks_are_those_of_one_token_after_another() {
         for tokens in [64, 65, 130] {
             let gradients = |chunks: bool| {
-                let of = inputs(2, tokens, [2, 8, 6]);
+                let inputs = inputs(2, tokens, [2, 8, 6]);
                 let leaf = |x: Tensor| x.detach().set_requires_grad(true);
-                let of = DeltaInputs {
-                    queries: leaf(of.queries),
-                    keys: leaf(of.keys),
-                    values: leaf(of.values),
-                    decays: leaf(of.decays),
-                    strengths: leaf(of.strengths),
+                let inputs = DeltaInputs {
+                    queries: leaf(inputs.queries),
+                    keys: leaf(inputs.keys),
+                    values: leaf(inputs.values),
+                    decays: leaf(inputs.decays),
+                    strengths: leaf(inputs.strengths),
                 };
                 let start = leaf(Tensor::ones([2, 2, 8, 6], (Kind::Float, Device::Cpu)) * 0.3);
-                let outputs = if chunks { delta_rule(&of, Some(&start)).0 } else { one_by_one(&of, &start) };
+                let outputs = if chunks { delta_rule(&inputs, Some(&start)).0 } else { one_by_one(&inputs, &start) };
                 let weights = (Tensor::arange(outputs.numel() as i64, (Kind::Float, Device::Cpu)) * 0.37).sin();
                 let loss = (outputs * weights.view([2, tokens, 2, 6])).sum(Kind::Float);
                 tch_ext::backward(&loss, &loss.ones_like());
-                [of.queries, of.keys, of.values, of.decays, of.strengths, start].map(|x| x.grad())
+                [inputs.queries, inputs.keys, inputs.values, inputs.decays, inputs.strengths, start].map(|x| x.grad())
             };
             for (name, (found, expected)) in ["queries", "keys", "values", "decays", "strengths", "start"]
                 .iter()

@@ -13,21 +13,21 @@ use super::params::{Builder, Init, Source, model_name};
 use super::plain_attention::PlainAttention;
 use super::quantized::{QuantType, Quantization};
 use super::shape::{Activation, CrossNames, ExpertNames, MlpIn, Names, Order};
-use super::stacked::{gradient_bytes, stored_beside};
+use super::stacked::{gradient_bytes, parallel_expert_bytes};
 use super::uses_kernels;
 use rlhf_base::{Error, Result};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
-/// The tensors of a model by their sizes, in the order of the model.
+/// The shapes and dtypes of a model's tensors, in the order of the model.
 #[derive(Debug, Clone)]
 pub struct ModelSizes {
     config: ModelConfig,
     tensors: Vec<TensorSize>,
     linears: Vec<LinearSize>,
     is_classifier: bool,
-    /// The linear layers whose weights the model's files hold quantized; `None` if no files were read, so that `config.json` tells.
+    /// The linear layers whose weights are quantized in the model's files; `None` if no files were read: `config.json` decides then.
     coded: Option<HashSet<String>>,
     /// The folder or the name of the model.
     place: PathBuf,
@@ -76,10 +76,10 @@ pub enum Holding<'a> {
     Trained(usize),
     /// The same with the larger matrices in bf16.
     TrainedInBf16(usize),
-    /// An adapter is trained, beside weights that are held as they are computed.
+    /// An adapter is trained. The base's weights are held in the dtype of products if that takes no more memory.
     Adapted(&'a LoraConfig),
-    /// Nothing is trained, and weights are held as they are computed. If `.0` is above 0, it is a copy of a model that is trained from that
-    /// layer on: the weights before it share that model's memory.
+    /// Nothing is trained, and weights are held in the dtype of products if that takes no more memory. If `.0` is above 0, the model is a copy
+    /// of one that is trained from that layer on, and shares the memory of its weights before that layer.
     Frozen(usize),
     /// The same beside a model that is trained with its larger matrices in bf16.
     FrozenInBf16(usize),
@@ -94,21 +94,21 @@ pub struct Held {
     pub trained: usize,
     /// Bytes of their gradients, which have their dtypes.
     pub gradients: usize,
-    /// Bytes of the weights, but for quantized ones.
+    /// Bytes of the weights that are not quantized.
     pub weights: usize,
-    /// Bytes of the quantized weights, which no rank divides.
+    /// Bytes of the quantized weights, which are whole on each rank.
     pub quantized: usize,
-    /// Bytes of the base's values of modules that are trained in full beside an adapter, which no rank divides.
+    /// Bytes of the base's values of modules that are trained in full beside an adapter; they are whole on each rank.
     pub originals: usize,
-    /// Bytes of the permanent copies in a narrower dtype of products.
+    /// Bytes of the permanent copies of weights in a narrower dtype, for products.
     pub copies: usize,
-    /// Bytes of the largest temporary copy in a wider dtype of products.
+    /// Bytes of the largest temporary copy of a weight in a wider dtype, for products.
     pub widened: usize,
     /// Number of values of the largest quantized weight.
     pub unpacked: usize,
-    /// Bytes of all such copies in the layers: the graph of a backward pass stores them.
+    /// Bytes of all such temporary copies in the layers: the graph of a backward pass stores them.
     pub widened_layers: usize,
-    /// Bytes of the weights of the largest layer of the stack, but for quantized ones.
+    /// Bytes of the weights of the largest layer of the stack, without quantized ones.
     pub layer: usize,
     /// Bytes of the weights outside the layers, none of which is quantized.
     pub root: usize,
@@ -134,17 +134,17 @@ impl HeldSums {
         self.held.weights += bytes;
         self.held.trained += trained;
         self.held.gradients += if trained > 0 { bytes } else { 0 };
-        let [all, of_trained] = match layer {
+        let [layer_bytes, layer_trained] = match layer {
             None => [&mut self.held.root, &mut self.held.trained_root],
             Some(layer) => self.layers.entry(layer).or_default().each_mut(),
         };
-        *all += bytes;
-        *of_trained += trained;
+        *layer_bytes += bytes;
+        *layer_trained += trained;
     }
 
     fn into_held(self) -> Held {
-        let most = |at: usize| self.layers.values().map(|sums| sums[at]).max().unwrap_or(0);
-        Held { layer: most(0), trained_layer: most(1), ..self.held }
+        let largest = |at: usize| self.layers.values().map(|sums| sums[at]).max().unwrap_or(0);
+        Held { layer: largest(0), trained_layer: largest(1), ..self.held }
     }
 }
 
@@ -194,24 +194,24 @@ pub struct Activations {
     pub working: usize,
 }
 
-/// Number of parameters of a model, at most: above any model's, and small enough that sums of bytes do not overflow.
+/// The most parameters a model may have: more than any model has, and few enough that sums of bytes do not overflow.
 const MOST_PARAMETERS: f64 = 1e14;
 
-/// `bytes` as a whole number that sums of a few do not overflow.
+/// `bytes` as a whole number, limited so that a sum of a few of them does not overflow.
 fn bounded(bytes: f64) -> usize {
     bytes.min((1u64 << 58) as f64) as usize
 }
 
-/// Bytes for each value of a quantized weight while libtorch's own operations unpack it: an i32 for each two codes, and the value in f32.
+/// Bytes per value of a quantized weight while libtorch's own operations unpack it: an i32 per two codes, and the value in f32.
 const UNPACKED: usize = 6;
 
 impl Held {
-    /// Bytes of the weights of a rank, one of `ranks` that share them.
+    /// Bytes of the weights on each of `ranks` ranks that share them.
     pub fn share_of(&self, ranks: usize) -> usize {
         self.weights / ranks + self.quantized
     }
 
-    /// Bytes of the largest temporary copy of a weight. Kernels unpack a quantized weight by tiles, libtorch's operations all of it.
+    /// Bytes of the largest temporary copy of a weight. Kernels unpack a quantized weight tile by tile, libtorch's operations all at once.
     pub fn temporary(&self, has_kernels: bool) -> usize {
         self.widened.max(if has_kernels { 0 } else { self.unpacked * UNPACKED })
     }
@@ -266,7 +266,7 @@ impl ModelSizes {
     /// # Errors
     /// None for a configuration that was read.
     pub fn of_classifier(config: ModelConfig, kind: Kind, new_head: bool) -> Result<Self> {
-        let config = config.of_classifier();
+        let config = config.into_classifier();
         let mut builder = Builder::new(Source::Shapes(kind), &config.family.names, Device::Cpu, Some(kind));
         let mut decoder = Decoder::new(&config, &mut builder, kind)?;
         let labels = if new_head || config.labels.is_empty() { 1 } else { config.labels.len() };
@@ -304,10 +304,12 @@ impl ModelSizes {
             is_embedding: param.embedding,
             kind: param.tensor.kind(),
             layer: decoder.layer_of(&param.name),
-            role: match param.fixed {
-                true if param.tensor.numel() == 1 => TensorRole::Fixed,
-                true => TensorRole::WideFixed,
-                false => role(&param.name),
+            role: if !param.fixed {
+                role(&param.name)
+            } else if param.tensor.numel() == 1 {
+                TensorRole::Fixed
+            } else {
+                TensorRole::WideFixed
             },
             name: param.name,
         });
@@ -337,7 +339,7 @@ impl ModelSizes {
         Self { coded: other.coded.clone(), place: other.place.clone(), ..self }
     }
 
-    /// Whether the model's files hold weights quantized. The others are then plain whatever the settings, as when it is loaded.
+    /// Whether weights are quantized in the model's files. The other weights then stay plain whatever the settings, as when the model is loaded.
     fn is_coded(&self) -> bool {
         self.coded.as_ref().map_or(self.config.quantization().is_some(), |coded| !coded.is_empty())
     }
@@ -363,9 +365,9 @@ impl ModelSizes {
         self.held_as(holding, dtype, compute, None)
     }
 
-    /// The model in memory, with products in `compute`. `dtype` is the dtype that frozen weights are loaded in; `None`: that of the files.
-    /// Weights of linear layers are in the format `quantization` where nothing but an adapter is trained; those of a model that is
-    /// quantized in its files stay as they are.
+    /// The model in memory, with products in `compute`. Frozen weights are loaded in `dtype`, or in that of the files if it is `None`.
+    /// Weights of linear layers are in the format `quantization` if nothing but an adapter is trained. A model that is quantized in its
+    /// files keeps the format of the files.
     ///
     /// # Errors
     /// If a target of the adapter matches no layer; if quantized weights would be trained.
@@ -382,7 +384,7 @@ impl ModelSizes {
         }
         let quantization = if self.is_coded() { self.stored_format() } else { quantization.filter(|_| !trains_all) };
         let mut sums = HeldSums::default();
-        let first = self.first_own(holding);
+        let first = self.first_owned(holding);
         let (tensors, saved) = self.with_saved(holding)?;
         for (at, tensor) in tensors.iter().enumerate() {
             if saved.contains(&tensor.name) {
@@ -404,9 +406,9 @@ impl ModelSizes {
                 sums.held.unpacked = sums.held.unpacked.max(tensor.numel);
                 continue;
             }
-            let own = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
-            let kind = if own { holding.kind(tensor, dtype, compute) } else { holding.trained_kind(tensor) };
-            if own {
+            let owns_memory = at >= first || matches!(holding, Holding::Trained(_) | Holding::TrainedInBf16(_));
+            let kind = if owns_memory { holding.kind(tensor, dtype, compute) } else { holding.trained_kind(tensor) };
+            if owns_memory {
                 let bytes = tensor.numel * kind.elt_size_in_bytes();
                 sums.add(tensor.layer, tensor.numel, bytes, at >= first && holding.trains(tensor.role));
             }
@@ -439,7 +441,7 @@ impl ModelSizes {
     /// # Errors
     /// If a target of the adapter matches no layer.
     pub fn trained(&self, holding: Holding<'_>) -> Result<Vec<TrainedTensor>> {
-        let first = self.first_own(holding);
+        let first = self.first_owned(holding);
         let (tensors, saved) = self.with_saved(holding)?;
         let f32 = |shape: Vec<i64>, is_embedding| TrainedTensor { shape, kind: Kind::Float, is_embedding };
         let mut trained = Vec::new();
@@ -462,8 +464,8 @@ impl ModelSizes {
         Ok(trained)
     }
 
-    /// Place of the first tensor that is trained, or that is the model's own: that of the first layer that `holding` names.
-    fn first_own(&self, holding: Holding<'_>) -> usize {
+    /// Index of the first tensor that is trained or has memory of its own: the first tensor of the layer that `holding` names.
+    fn first_owned(&self, holding: Holding<'_>) -> usize {
         let first = match holding {
             Holding::Trained(first)
             | Holding::TrainedInBf16(first)
@@ -480,7 +482,7 @@ impl ModelSizes {
             .unwrap_or(self.tensors.len())
     }
 
-    /// The tensors, and the names of those that are trained in full beside an adapter, without heads. A tied LM head is among the
+    /// The tensors, and the names of those that are trained in full beside an adapter, without heads. A tied LM head is one of the
     /// tensors if it is trained apart from the embedding.
     fn with_saved(&self, holding: Holding<'_>) -> Result<(Vec<TensorSize>, Vec<String>)> {
         let mut tensors = self.tensors.clone();
@@ -498,7 +500,7 @@ impl ModelSizes {
         Ok((tensors, saved))
     }
 
-    /// Place of the embedding that is the LM head too.
+    /// Index of the embedding that is the LM head too.
     fn tied(&self) -> Option<usize> {
         self.tensors.iter().position(|tensor| tensor.role == TensorRole::TiedEmbedding)
     }
@@ -519,7 +521,7 @@ impl ModelSizes {
         self.is_coded().then(|| self.config.quantization().unwrap_or_else(nf4))
     }
 
-    /// Output and input width of a weight that is quantized: in the files, or else when weights are.
+    /// Output and input width of a weight that is quantized, in the files or by the settings.
     fn quantized_widths(&self, tensor: &TensorSize) -> Option<[usize; 2]> {
         let quantizes = |layer: &&str| match &self.coded {
             Some(coded) if !coded.is_empty() => coded.contains(*layer),
@@ -541,7 +543,7 @@ impl ModelSizes {
         Ok(linears.into_iter().zip(chosen).filter_map(|(linear, size)| Some((linear, size?))).collect())
     }
 
-    /// Activation bytes per token of products in a dtype on a device, by which the size of micro-batches is chosen.
+    /// Activation bytes per token with products in this dtype on this device. The size of micro-batches follows from it.
     pub fn activation_bytes(&self, place: (Kind, Device), gradient_checkpointing: bool) -> usize {
         activation_bytes(&self.config, place, gradient_checkpointing)
     }
@@ -551,17 +553,17 @@ impl ModelSizes {
     fn reads_source(&self, linear: &LinearSize) -> bool {
         let names = &self.config.family.names;
         let in_encoder = |encoder: &Names| linear.name.starts_with(&format!("{}.", encoder.layers));
-        let of_states = |cross: CrossNames| cross.qkv[1..].iter().any(|name| linear.name.ends_with(name));
-        names.encoder.is_some_and(in_encoder) || names.cross.is_some_and(of_states)
+        let projects_states = |cross: CrossNames| cross.qkv[1..].iter().any(|name| linear.name.ends_with(name));
+        names.encoder.is_some_and(in_encoder) || names.cross.is_some_and(projects_states)
     }
 
-    /// Number of multiplications of a token of a prompt in the layers' products of an encoder-decoder; 0 with one stack.
+    /// Number of multiplications per prompt token in the layers' products of an encoder-decoder; 0 with one stack.
     pub fn source_products(&self) -> usize {
         let reads = self.linears.iter().filter(|linear| self.reads_source(linear));
         reads.map(|linear| linear.widths[0] * linear.widths[1]).sum()
     }
 
-    /// Number of multiplications of a token in the layers' products, and in the head's; of an encoder-decoder a token of its decoder.
+    /// Number of multiplications per token in the layers' products, and in the head's; in an encoder-decoder, per token of the decoder.
     pub fn products(&self) -> [usize; 2] {
         let count = |linear: &LinearSize| {
             let all = linear.widths[0] * linear.widths[1];
@@ -579,7 +581,7 @@ impl ModelSizes {
         [layers, (head * self.config.embedding_size) as usize]
     }
 
-    /// Number of multiplications of a token in the products of stacked experts.
+    /// Number of multiplications per token in the products of stacked experts.
     fn stacked_products(&self) -> usize {
         let stacks = self.config.family.names.experts.is_some_and(|experts| experts.stacking.is_some());
         let Some(shape) = self.config.experts.as_ref().filter(|_| stacks) else { return 0 };
@@ -589,7 +591,7 @@ impl ModelSizes {
 
     /// Activations of a forward and backward pass over `tokens`, with an adapter of these settings and dropout before it if `drops`.
     ///
-    /// They follow `Decoder::layer` line by line: what each function stores for its backward pass, where `device` has kernels and where not.
+    /// The sums follow `Decoder::layer` line by line: what each function stores for its backward pass, with and without kernels on `device`.
     pub fn activations(
         &self,
         tokens: PassTokens,
@@ -603,12 +605,12 @@ impl ModelSizes {
         let kind = compute.elt_size_in_bytes();
         let (n, hidden, inner) = (tokens.computed as f64, c.hidden_size as f64, c.active_width() as f64);
         let encoder_layers = c.encoder_layers.unwrap_or(0) as f64;
-        let [of_adapter, of_source_adapter] = match adapter {
+        let [adapter_bytes, source_adapter_bytes] = match adapter {
             None => [0, 0],
             Some((lora, drops)) => {
                 // With dropout the layer's input is stored in f32, with the mask. Its temporary copies leave holes in the heap between
                 // the tensors that stay: these shares are measured.
-                let held = match (drops, kind < 4) {
+                let input_bytes = match (drops, kind < 4) {
                     (true, _) => 11,
                     (false, true) => 1,
                     (false, false) => 0,
@@ -617,29 +619,31 @@ impl ModelSizes {
                 let dora = |linear: &LinearSize| {
                     if lora.use_dora { 8 * linear.widths[1] + if drops { 0 } else { 4 * linear.widths[0] } } else { 0 }
                 };
-                let of_linear =
-                    |(linear, size): &(&LinearSize, LayerSize)| size.r * 4 + linear.widths[0] * held + dora(linear);
-                let (of_source, own): (Vec<_>, Vec<_>) =
+                let linear_bytes = |(linear, size): &(&LinearSize, LayerSize)| {
+                    size.r * 4 + linear.widths[0] * input_bytes + dora(linear)
+                };
+                let (source, decoder): (Vec<_>, Vec<_>) =
                     self.adapted(lora)?.into_iter().partition(|(linear, _)| self.reads_source(linear));
-                let [own, of_source] = [own, of_source].map(|linears| linears.iter().map(of_linear).sum::<usize>());
-                [own / c.num_hidden_layers.max(1) as usize, of_source / c.encoder_layers.unwrap_or(1).max(1) as usize]
+                let [decoder, source] =
+                    [decoder, source].map(|linears| linears.iter().map(linear_bytes).sum::<usize>());
+                [decoder / c.num_hidden_layers.max(1) as usize, source / c.encoder_layers.unwrap_or(1).max(1) as usize]
             }
         };
         let source = self.source_bytes(tokens, place);
         let [layer, largest] =
-            self.layer_bytes(tokens, place).map(|bytes| bytes + n * of_adapter as f64 + source.of_decoder);
+            self.layer_bytes(tokens, place).map(|bytes| bytes + n * adapter_bytes as f64 + source.decoder_layer);
         let read = tokens.source.computed as f64;
-        let of_encoder = source.of_encoder + read * of_source_adapter as f64;
+        let encoder_layer = source.encoder_layer + read * source_adapter_bytes as f64;
         let embedded = n * (hidden * 4.0 + stored_inputs(c));
         let head = tokens.outputs as f64 * (3.0 * hidden + c.embedding_size as f64) * 4.0;
-        // Gradients of the MLP's tensors and of the residual stream, while a layer's own are still there.
-        let of_mixing = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, place.mixed(tokens));
+        // Gradients of the MLP's tensors and of the residual stream, while the layer's tensors are still there.
+        let mixing_bytes = |mixing: &Mixing| mixing.working_bytes(c.hidden_size, place.mixed(tokens));
         let backward = n.max(read) * (3.0 * inner * kind as f64 + 3.0 * hidden * 4.0) + source.backward;
-        let backward = backward.max(c.mixing.as_ref().map_or(0.0, of_mixing));
-        let of_stacks = if place.trains { gradient_bytes(c, kind as f64) } else { 0.0 };
+        let backward = backward.max(c.mixing.as_ref().map_or(0.0, mixing_bytes));
+        let stack_gradients = if place.trains { gradient_bytes(c, kind as f64) } else { 0.0 };
         let backward =
             backward.max(place.attention(c).map_or(0.0, |attention| attention.working_bytes(c, tokens.rows)));
-        let backward = backward.max(of_stacks) + n * stored_inputs(c);
+        let backward = backward.max(stack_gradients) + n * stored_inputs(c);
         // The inputs of the encoder's layers, and its result.
         let read_bytes = read * hidden * 4.0;
         let (stored, working) = if gradient_checkpointing {
@@ -649,13 +653,13 @@ impl ModelSizes {
                     + head
                     + (encoder_layers + 2.0) * read_bytes
                     + source.biases,
-                largest.max(of_encoder) + backward,
+                largest.max(encoder_layer) + backward,
             )
         } else {
             let [last, _] = self.layer_bytes(PassTokens { computed: tokens.outputs, ..tokens }, place);
             let last = last.min(layer);
-            let of_decoder = (layers - 1.0) * layer + last + embedded + head;
-            (of_decoder + encoder_layers * of_encoder + 2.0 * read_bytes + source.biases, backward)
+            let decoder_bytes = (layers - 1.0) * layer + last + embedded + head;
+            (decoder_bytes + encoder_layers * encoder_layer + 2.0 * read_bytes + source.biases, backward)
         };
         Ok(Activations { stored: bounded(stored), working: bounded(working) })
     }
@@ -671,21 +675,22 @@ impl ModelSizes {
         let (hidden, heads) = (c.hidden_size as f64, c.num_attention_heads as f64);
         let (n, width) = (tokens.computed as f64, heads * c.head_dim as f64);
         let [read, decoded] = self.score_bytes(source);
-        let own = PassTokens { computed: source.computed, attended: source.computed, ..PassTokens::default() };
+        let encoder_tokens =
+            PassTokens { computed: source.computed, attended: source.computed, ..PassTokens::default() };
         // A norm, the residual stream, queries and their result, keys and values of each sequence.
         let cross = n * (hidden * (4.0 + kind as f64) + 8.0 + heads * 4.0)
             + 2.0 * (n + source.attended as f64) * width * kind as f64;
-        let [of_encoder, of_decoder] = [read, decoded].map(|scores| if trains { scores } else { 0.0 });
+        let [encoder_scores, decoder_scores] = [read, decoded].map(|scores| if trains { scores } else { 0.0 });
         SourceBytes {
-            of_encoder: self.layer_bytes(own, place)[0] + of_encoder,
-            of_decoder: cross + of_decoder,
+            encoder_layer: self.layer_bytes(encoder_tokens, place)[0] + encoder_scores,
+            decoder_layer: cross + decoder_scores,
             biases: 2.0 * (read + decoded),
             // Gradients of the scores before and after their softmax.
-            backward: 2.0 * of_encoder.max(of_decoder),
+            backward: 2.0 * encoder_scores.max(decoder_scores),
         }
     }
 
-    /// Bytes of the scores of a layer of the encoder and of the decoder; 0 without a bias by distance, as they are not stored then.
+    /// Bytes of the attention scores of a layer of the encoder and of the decoder; 0 without a bias by distance: scores are not stored then.
     fn score_bytes(&self, source: SourceTokens) -> [f64; 2] {
         let heads = if self.config.relative_bias.is_some() { self.config.num_attention_heads as f64 } else { 0.0 };
         source.scores.map(|scores| heads * scores as f64 * 4.0)
@@ -716,7 +721,7 @@ impl ModelSizes {
             attention += n * queries * kind;
         }
         if c.family.names.qk_norm.is_some() {
-            // Gemma 4 has one of values too.
+            // Gemma 4 normalizes values too.
             let values = if c.layer_shapes.is_empty() { 0.0 } else { keys };
             attention += n * (queries + keys + values) * (normalized + if narrow { 4.0 + kind } else { 4.0 });
         }
@@ -734,8 +739,8 @@ impl ModelSizes {
             (MlpIn::Gated(_) | MlpIn::GatedFused(_), _) => 4.0,
         };
         // A copy of a token for each of its experts, and their results.
-        let own = c.routed_width() * (kind + 4.0) + stored_beside(c, kind) + stored_in_branch(c, kind);
-        let rest = streams * n * hidden * 4.0 + norms + n * (mlp * inner * kind + own);
+        let extra = c.routed_width() * (kind + 4.0) + parallel_expert_bytes(c, kind) + stored_in_branch(c, kind);
+        let rest = streams * n * hidden * 4.0 + norms + n * (mlp * inner * kind + extra);
         let Some(mixing) = &c.mixing else { return [rest + attention; 2] };
         let mixed = mixing.stored_bytes(c.hidden_size, place.mixed(tokens));
         let share = c.attention_layers() as f64 / c.num_hidden_layers.max(1) as f64;
@@ -751,25 +756,26 @@ impl ModelSizes {
         let width = 2.0 * c.mean_widths().iter().sum::<f64>();
         let gated = !matches!(c.family.names.mlp_in, MlpIn::Up(_));
         let mlp = if gated { 3.0 } else { 2.0 } * c.active_width() as f64;
-        let of_mixing = |n: f64, m: f64| {
+        let mixing_bytes = |n: f64, m: f64| {
             let pass = MixedPass { computed: n, attended: m, ..place.mixed(tokens) };
             c.mixing.map_or(0.0, |mixing| mixing.stored_bytes(c.hidden_size, pass))
         };
         let scores = place.attention(c).map_or(0.0, |attention| attention.forward_bytes(c, tokens.rows, kind));
         // Each token once for each of its experts, their results twice and their weighted results.
         let routed = c.routed_width() * (2.0 * kind + 8.0);
-        let own = |n: f64, m: f64| {
+        let stack_bytes = |n: f64, m: f64| {
             let stream = n * (c.hidden_size as f64 * (2.0 * 4.0 + kind) + stored_inputs(c) / 2.0);
             let attention = (n + if m > n { m } else { 0.0 }) * width;
-            stream + (attention * kind + scores).max(n * (mlp * kind + routed)).max(of_mixing(n, m))
+            stream + (attention * kind + scores).max(n * (mlp * kind + routed)).max(mixing_bytes(n, m))
         };
         let heads = c.num_attention_heads as f64;
-        let [of_encoder, of_decoder] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
+        let [encoder_scores, decoder_scores] = self.score_bytes(tokens.source).map(|bytes| 2.0 * bytes);
         let (read, attended) = (tokens.source.computed as f64, tokens.source.attended as f64);
-        let encoder = own(read, read) + of_encoder;
+        let encoder = stack_bytes(read, read) + encoder_scores;
         // The encoder's states, and keys and values of each sequence.
         let cross = read * c.hidden_size as f64 * 4.0 + 2.0 * attended * heads * c.head_dim as f64 * kind;
-        let decoder = own(n, m) + of_decoder + cross + tokens.outputs as f64 * c.embedding_size as f64 * 4.0;
+        let decoder =
+            stack_bytes(n, m) + decoder_scores + cross + tokens.outputs as f64 * c.embedding_size as f64 * 4.0;
         bounded(encoder.max(decoder))
     }
 
@@ -778,17 +784,17 @@ impl ModelSizes {
         let c = &self.config;
         let width = compute.elt_size_in_bytes();
         let layers = if c.layer_shapes.is_empty() { 0..1 } else { 0..c.layer_shapes.len() };
-        let of_own = layers.map(|i| c.layer_shape(i)).filter(|layer| layer.keys_of.is_none());
-        let widths = of_own.map(|layer| layer.kv_heads as f64 * layer.head_dim as f64).sum::<f64>();
+        let layers_with_keys = layers.map(|i| c.layer_shape(i)).filter(|layer| layer.keys_from.is_none());
+        let widths = layers_with_keys.map(|layer| layer.kv_heads as f64 * layer.head_dim as f64).sum::<f64>();
         let widths = if c.layer_shapes.is_empty() { widths * c.attention_layers() as f64 } else { widths };
-        let of_attention = 2.0 * capacity as f64 * widths * width as f64;
-        let of_state = c.mixing.map_or(0, |mixing| mixing.state_bytes(c.hidden_size, width));
-        let states = (c.num_hidden_layers - c.attention_layers()) as f64 * of_state as f64;
-        bounded(rows as f64 * (of_attention + states))
+        let attention_bytes = 2.0 * capacity as f64 * widths * width as f64;
+        let state_bytes = c.mixing.map_or(0, |mixing| mixing.state_bytes(c.hidden_size, width));
+        let states = (c.num_hidden_layers - c.attention_layers()) as f64 * state_bytes as f64;
+        bounded(rows as f64 * (attention_bytes + states))
     }
 }
 
-/// The device and the dtype by which a pass takes memory.
+/// The device and the dtype of a pass, which its memory depends on.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     /// Dtype of products.
@@ -823,9 +829,9 @@ impl Place {
 #[derive(Debug, Clone, Copy, Default)]
 struct SourceBytes {
     /// Stored by each layer of the encoder.
-    of_encoder: f64,
+    encoder_layer: f64,
     /// Stored by each layer of the decoder, for its attention to the encoder.
-    of_decoder: f64,
+    decoder_layer: f64,
     /// The biases of both stacks.
     biases: f64,
     /// In use while a layer's backward pass is computed.
@@ -857,7 +863,7 @@ impl Holding<'_> {
         let narrows = loaded.elt_size_in_bytes() >= compute.elt_size_in_bytes();
         match self {
             Self::Trained(_) | Self::TrainedInBf16(_) => self.trained_kind(tensor),
-            // As `Linear::hold_as_computed`: where it takes no more memory.
+            // As `Linear::hold_as_computed`: only where it takes no more memory.
             _ if tensor.role == TensorRole::Product && narrows => compute,
             _ => loaded,
         }
@@ -921,7 +927,7 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_real_tensors_in_every_family_and_holding() {
-        let own = lora();
+        let adapter = lora();
         for name in LMS {
             let dir = golden(name);
             let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
@@ -955,16 +961,16 @@ mod tests {
                     let mut frozen = load(dtype);
                     frozen.hold_as_computed();
                     assert_eq!(held(Holding::Frozen(0), kind), real(frozen.params()), "{name}");
-                    let mut beside = load(dtype);
-                    beside.hold_in_bf16();
-                    beside.hold_as_computed();
-                    assert_eq!(held(Holding::FrozenInBf16(0), kind), real(beside.params()), "{name}");
+                    let mut frozen_in_bf16 = load(dtype);
+                    frozen_in_bf16.hold_in_bf16();
+                    frozen_in_bf16.hold_as_computed();
+                    assert_eq!(held(Holding::FrozenInBf16(0), kind), real(frozen_in_bf16.params()), "{name}");
                     let mut adapted = load(dtype);
                     adapted.prepare(Trains::Adapter).unwrap();
-                    adapted.add_adapter(&lora(), 1).unwrap();
+                    adapted.add_adapter(&adapter, 1).unwrap();
                     adapted.set_trainable(true);
-                    assert_eq!(held(Holding::Adapted(&own), kind), real(adapted.params()), "{name}");
-                    states(&adapted, Optim::Adafactor, Holding::Adapted(&own));
+                    assert_eq!(held(Holding::Adapted(&adapter), kind), real(adapted.params()), "{name}");
+                    states(&adapted, Optim::Adafactor, Holding::Adapted(&adapter));
                 }
                 if trained.config().is_encoder_decoder() {
                     continue;
@@ -988,7 +994,7 @@ mod tests {
 
     #[test]
     fn sizes_of_quantized_models_are_those_of_the_real_tensors() {
-        let own = lora();
+        let adapter = lora();
         let formats = [
             Quantization::FourBit { quant_type: QuantType::Nf4, nested: true },
             Quantization::FourBit { quant_type: QuantType::Fp4, nested: false },
@@ -1000,9 +1006,9 @@ mod tests {
             let options = ModelOptions { quantization: Some(format), ..Default::default() };
             let mut model = CausalLm::from_pretrained(&dir, options).unwrap();
             model.prepare(Trains::Adapter).unwrap();
-            model.add_adapter(&own, 1).unwrap();
+            model.add_adapter(&adapter, 1).unwrap();
             model.set_trainable(true);
-            let held = sizes.held_as(Holding::Adapted(&own), None, Kind::Float, Some(format)).unwrap();
+            let held = sizes.held_as(Holding::Adapted(&adapter), None, Kind::Float, Some(format)).unwrap();
             let [bytes, _, trained] = real(model.params());
             let count = model.params().iter().map(Param::numel).sum::<usize>();
             assert_eq!((held.parameters, held.trained), (count, trained), "{name}");
@@ -1100,16 +1106,17 @@ mod tests {
     fn activations_grow_with_the_tokens_and_less_with_checkpoints() {
         let dir = golden("llama_untied");
         let sizes = ModelSizes::of_causal_lm(ModelConfig::from_dir(&dir).unwrap(), Kind::Float, &dir).unwrap();
-        let of = |tokens: usize, kind, checkpoints| {
+        let activations = |tokens: usize, kind, checkpoints| {
             let tokens = PassTokens { computed: tokens, attended: tokens, outputs: tokens, ..PassTokens::default() };
             sizes.activations(tokens, (kind, Device::Cpu), None, checkpoints).unwrap()
         };
-        assert_eq!(of(20, Kind::Float, false).stored, 2 * of(10, Kind::Float, false).stored);
-        assert!(of(20, Kind::BFloat16, false).stored < of(20, Kind::Float, false).stored);
-        assert!(of(20, Kind::Float, true).stored < of(20, Kind::Float, false).stored / 2);
+        assert_eq!(activations(20, Kind::Float, false).stored, 2 * activations(10, Kind::Float, false).stored);
+        assert!(activations(20, Kind::BFloat16, false).stored < activations(20, Kind::Float, false).stored);
+        assert!(activations(20, Kind::Float, true).stored < activations(20, Kind::Float, false).stored / 2);
         // The number by which micro-batches are sized leaves out statistics of norms, and inputs of the head.
         let place = (Kind::Float, Device::Cpu);
-        let [about, exact] = [1000 * sizes.activation_bytes(place, false), of(1000, Kind::Float, false).stored];
+        let [about, exact] =
+            [1000 * sizes.activation_bytes(place, false), activations(1000, Kind::Float, false).stored];
         assert!((0.9..1.3).contains(&(exact as f64 / about as f64)), "{about}, {exact}");
     }
 

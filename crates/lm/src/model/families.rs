@@ -365,7 +365,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     },
 ];
 
-/// The names of BART's encoder, and of the layers of its decoder but for their attention to the encoder.
+/// The names of BART's encoder, and of its decoder's layers without their attention to the encoder.
 const BART_ENCODER: Names = Names {
     embed: "model.shared",
     positions: Some("model.encoder.embed_positions"),
@@ -407,8 +407,8 @@ fn t5_form(family: &Family, gated: bool, classifier: bool) -> &'static Family {
     &forms[usize::from(gated) + 2 * usize::from(classifier)]
 }
 
-/// The form of `family` whose names are those of its classifiers.
-pub(super) fn of_classifiers(family: &'static Family) -> &'static Family {
+/// The form of `family` with the names of its classifiers.
+pub(super) fn classifier_family(family: &'static Family) -> &'static Family {
     match family.name {
         "t5" | "mt5" => t5_form(family, matches!(family.names.mlp_in, MlpIn::Gated(_)), true),
         _ => family,
@@ -431,7 +431,7 @@ pub(super) fn embedding_copies(shape: &Shape) -> &'static [&'static str] {
 }
 
 /// The pad id that positions are counted from; a saved file with another one would shift them.
-pub(super) fn pad_of_positions(shape: &Shape) -> Option<i64> {
+pub(super) fn position_pad(shape: &Shape) -> Option<i64> {
     (shape.family.name == "roberta").then(|| shape.position_offset - 1)
 }
 
@@ -572,7 +572,7 @@ const EXPERTS_WITH_SHARED: ExpertNames =
 
 const QK_NORM: [&str; 2] = ["self_attn.q_norm", "self_attn.k_norm"];
 
-/// OLMo 2's names: its two norms are those of the outputs.
+/// OLMo 2's names: its two norms are norms of the outputs.
 const OLMO2: Names = Names {
     input_norm: "post_attention_layernorm",
     qk_norm: Some(QkNorm::Whole(QK_NORM)),
@@ -594,7 +594,7 @@ const LFM2: Names = Names {
     ..LLAMA
 };
 
-/// The tensors of the gated delta rule beside its projections: rates and biases of decays, and the norm of the output.
+/// The tensors of the gated delta rule other than its projections: rates and biases of decays, and the norm of the output.
 const DELTA_REST: [&str; 3] = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm"];
 
 /// Qwen3.5's names.
@@ -948,7 +948,7 @@ fn gemma3(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
-/// The rotary positions of layers where those with a window have their own, which are the second of the model's.
+/// The rotary positions of each layer if layers with a window have their own, which are the model's second ones.
 fn by_window(f: &Fields<'_>, layers: i64, has_window: impl Fn(i64) -> bool) -> Result<Vec<Option<usize>>> {
     let windows = f.windows(Some(1), layers, has_window)?;
     Ok(windows.into_iter().map(|window| Some(usize::from(window.is_some()))).collect())
@@ -1013,17 +1013,17 @@ fn olmo3(f: &Fields<'_>) -> Result<Shape> {
     Ok(Shape { windows, layer_ropes: by_window(f, layers, local)?, ..shape })
 }
 
-/// The layers that `layer_types` names `mixing`, among layers of `full_attention`; without the field those that `default` selects.
+/// The layers that `layer_types` names `mixing`, among layers of `full_attention`; without the field, the layers that `default` selects.
 fn mixing_layers(f: &Fields<'_>, layers: i64, mixing: &str, default: impl Fn(i64) -> bool) -> Result<Vec<bool>> {
     let wrong = || f.wrong("layer_types", &format!("{layers} names, each full_attention or {mixing}"));
     let Some(list) = f.present("layer_types") else { return Ok((0..layers).map(default).collect()) };
     let list = list.as_array().filter(|list| list.len() as i64 == layers).ok_or_else(wrong)?;
-    let of = |kind: &serde_json::Value| match kind.as_str() {
+    let is_mixing = |kind: &serde_json::Value| match kind.as_str() {
         Some("full_attention") => Ok(false),
         Some(kind) if kind == mixing => Ok(true),
         _ => Err(wrong()),
     };
-    list.iter().map(of).collect()
+    list.iter().map(is_mixing).collect()
 }
 
 /// The shape shared by LFM2 and its models with experts.

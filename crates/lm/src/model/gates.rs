@@ -11,20 +11,20 @@ pub(super) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tenso
     if !has_kernel || gate.kind() != up.kind() {
         return activation.apply(gate) * up;
     }
-    tch_ext::gated(gate, Some(up), of_kernel(activation))
+    tch_ext::gated(gate, Some(up), kernel_activation(activation))
 }
 
 /// [`gated`] of the halves of each row of `both` `[N, 2 * width]`: the gate, then up.
 pub(super) fn gated_halves(activation: Activation, both: &Tensor) -> Tensor {
     if tch_ext::has_gpu_kernels(both.kind(), both.device()) {
-        return tch_ext::gated_halves(both, of_kernel(activation));
+        return tch_ext::gated_halves(both, kernel_activation(activation));
     }
     let parts = both.chunk(2, -1);
     gated(activation, &parts[0], &parts[1])
 }
 
-/// The activation of a kernel for GPUs.
-fn of_kernel(activation: Activation) -> GatedActivation {
+/// The GPU kernels' name of an activation.
+fn kernel_activation(activation: Activation) -> GatedActivation {
     match activation {
         Activation::Gelu => GatedActivation::Gelu,
         Activation::GeluTanh => GatedActivation::GeluTanh,

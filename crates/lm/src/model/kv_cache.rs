@@ -1,13 +1,13 @@
 //! The key-value cache of decoding.
 
-use super::layout::{Layout, Scores, mask_of};
+use super::layout::{Layout, Scores, additive_mask};
 use super::state::{AppendedRows, State, StateShape, States};
 use rlhf_base::{Error, Result};
 use tch::{Device, Kind, Tensor};
 use tch_ext::{CachePlaces, CachedRows, Graph, on_device};
 
-/// A step on a GPU attends to a multiple of so many positions, the rest of them masked: a graph serves as many steps. Where kernels compute
-/// the attention of all layers, to which positions without a token cost nothing, it is the capacity, and one graph serves all.
+/// A step on a GPU attends to a multiple of this many positions, of which the empty ones are masked: one graph serves this many steps. If
+/// kernels compute the attention of all layers, empty positions cost nothing: steps attend to the whole capacity, and one graph serves all.
 const POSITIONS_ON_GPU: i64 = 64;
 
 /// A graph is not recorded for fewer steps than this: recording takes about as long as computing a step or two.
@@ -16,27 +16,27 @@ const LEAST_RECORDED: i64 = 8;
 /// Bytes of a GPU that must be free for a recording: it cannot take memory that libtorch holds for other uses.
 const FREE_TO_RECORD: usize = 512 << 20;
 
-/// Heads of a layer's keys and values, and the layer that they belong to.
+/// Heads of a layer's keys and values, and the layer that they are taken from.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CachedHeads {
     /// Number of key heads.
     pub kv_heads: i64,
     /// Width of a head.
     pub head_dim: i64,
-    /// The earlier layer whose keys and values this one has.
-    pub keys_of: Option<usize>,
+    /// The earlier layer whose keys and values this one uses, if it has none.
+    pub keys_from: Option<usize>,
 }
 
 /// The keys and values of the rows that are decoded, preallocated.
 ///
 /// The keys and values of each layer that has its own are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
 pub struct KvCache {
-    /// Without positions in layers that have a state.
+    /// Keys and values; of no positions in layers that have a state instead.
     layers: Vec<(Tensor, Tensor)>,
     /// The states of layers that have one in the place of keys and values.
     states: States,
-    /// Place in `layers` of each layer of the model.
-    of_layers: Vec<usize>,
+    /// Index in `layers` of each layer of the model.
+    layer_index: Vec<usize>,
     /// Number and width of the heads of each of `layers`.
     heads: Vec<[i64; 2]>,
     /// Number of filled positions of each row.
@@ -50,11 +50,11 @@ pub struct KvCache {
     step: Option<Step>,
     /// The tokens that are appended to some rows.
     appended: Vec<Appended>,
-    /// The tokens of the rows, for models that read a row again at some length.
+    /// The tokens of the rows, for models that compute a row again at some length.
     history: Option<History>,
     /// The encoder's keys and values, if there is an encoder.
     source: Option<SourceCache>,
-    /// A step attends to a multiple of so many positions; 1 but on a GPU.
+    /// A step attends to a multiple of this many positions; 1 except on a GPU.
     multiple: i64,
     /// Whether kernels of a GPU have computed the attention of all layers so far; `None` before the first.
     attends_by_kernels: Option<bool>,
@@ -62,7 +62,7 @@ pub struct KvCache {
     last_step: Option<LastStep>,
 }
 
-/// A step of a cache's rows, of which others can be copies.
+/// The last step, which later steps can repeat.
 struct LastStep {
     /// Number of positions that it attends to.
     width: i64,
@@ -81,7 +81,7 @@ struct StepGraph {
     logits: Tensor,
 }
 
-/// The way to the logits of the next step.
+/// How to get the logits of the next step.
 #[derive(Debug, PartialEq)]
 enum NextStep {
     Compute,
@@ -90,12 +90,13 @@ enum NextStep {
 }
 
 impl NextStep {
-    /// The way for a step that attends to `width` positions, with which so many steps, it included, are left. A step is recorded only after one of its width has been
-    /// computed, which loads CUDA's kernels.
+    /// Decides how to get the logits of a step that attends to `width` positions, when `left` steps of this width remain, this one included. `last`
+    /// is the width of the last step and whether it was recorded. A step is recorded only after one of its width was computed, which loads
+    /// CUDA's kernels.
     fn after(last: Option<(i64, bool)>, width: i64, left: i64) -> Self {
         match last {
-            Some((of, true)) if of == width => Self::Replay,
-            Some((of, false)) if of == width && left >= LEAST_RECORDED => Self::Record,
+            Some((last_width, true)) if last_width == width => Self::Replay,
+            Some((last_width, false)) if last_width == width && left >= LEAST_RECORDED => Self::Record,
             _ => Self::Compute,
         }
     }
@@ -105,7 +106,7 @@ impl NextStep {
 struct History {
     /// `[rows, capacity]` i64.
     tokens: Tensor,
-    /// A row that exceeds this length is read again.
+    /// A row that grows beyond this length is computed again.
     switch: i64,
 }
 
@@ -144,10 +145,10 @@ impl Appended {
     fn visible(&self, window: Option<i64>, device: Device) -> Tensor {
         let end = self.start + self.count;
         let keys = Tensor::arange(end, (Kind::Int64, device));
-        let own = Tensor::arange_start(self.start, end, (Kind::Int64, device)).unsqueeze(1);
-        let visible = keys.le_tensor(&own);
+        let positions = Tensor::arange_start(self.start, end, (Kind::Int64, device)).unsqueeze(1);
+        let visible = keys.le_tensor(&positions);
         match window.filter(|&window| window < end) {
-            Some(window) => visible.logical_and(&keys.gt_tensor(&(own - window))),
+            Some(window) => visible.logical_and(&keys.gt_tensor(&(positions - window))),
             None => visible,
         }
     }
@@ -167,7 +168,7 @@ struct Step {
 
 impl Step {
     fn mask(&mut self, window: Option<i64>, kind: Kind) -> Tensor {
-        if let Some((_, mask)) = self.masks.iter().find(|(of, _)| *of == window) {
+        if let Some((_, mask)) = self.masks.iter().find(|(key, _)| *key == window) {
             return mask.shallow_clone();
         }
         let keys = Tensor::arange(self.width, (Kind::Int64, self.lens.device()));
@@ -175,7 +176,7 @@ impl Step {
         if let Some(window) = window {
             visible = visible.logical_and(&keys.ge_tensor(&(&self.lens - window)));
         }
-        let mask = mask_of(&visible, kind);
+        let mask = additive_mask(&visible, kind);
         self.masks.push((window, mask.shallow_clone()));
         mask
     }
@@ -186,7 +187,7 @@ fn multiple_on(device: Device) -> i64 {
     if device.is_cuda() { POSITIONS_ON_GPU } else { 1 }
 }
 
-/// Number of positions of a row that a cache on `device` has for `capacity` tokens.
+/// Number of positions per row of a cache on `device` for `capacity` tokens.
 pub fn positions_for(capacity: usize, device: Device) -> usize {
     capacity.next_multiple_of(multiple_on(device) as usize)
 }
@@ -197,10 +198,10 @@ fn has_memory_to_record(device: usize) -> bool {
 }
 
 impl KvCache {
-    /// Creates a cache without positions for the layers with these heads; `states` has the sizes of the state of each layer that has one in
-    /// their place.
+    /// Creates an empty cache for layers with these heads; `states` has the sizes of the state of each layer that has one in place of keys and
+    /// values.
     pub(super) fn new(
-        heads_of_layers: &[CachedHeads],
+        layer_heads: &[CachedHeads],
         states: &[Option<StateShape>],
         rows: i64,
         capacity: i64,
@@ -210,10 +211,11 @@ impl KvCache {
         // Zeros, not uninitialized memory: a masked NaN would still make the weighted sum of the values NaN.
         let empty = |width: i64| Tensor::f_zeros([rows.saturating_mul(capacity), width], options);
         let none = || Tensor::zeros([rows, 0], options);
-        let (mut layers, mut heads, mut of_layers): (Vec<_>, Vec<_>, Vec<usize>) = (Vec::new(), Vec::new(), Vec::new());
-        for (CachedHeads { kv_heads, head_dim, keys_of }, state) in heads_of_layers.iter().zip(states) {
-            of_layers.push(keys_of.map_or(layers.len(), |of| of_layers[of]));
-            if keys_of.is_none() {
+        let (mut layers, mut heads, mut layer_index): (Vec<_>, Vec<_>, Vec<usize>) =
+            (Vec::new(), Vec::new(), Vec::new());
+        for (CachedHeads { kv_heads, head_dim, keys_from }, state) in layer_heads.iter().zip(states) {
+            layer_index.push(keys_from.map_or(layers.len(), |source| layer_index[source]));
+            if keys_from.is_none() {
                 let width = kv_heads * head_dim;
                 layers.push(if state.is_some() { (none(), none()) } else { (empty(width)?, empty(width)?) });
                 heads.push([*kv_heads, *head_dim]);
@@ -228,7 +230,7 @@ impl KvCache {
             states,
             lens,
             filled,
-            of_layers,
+            layer_index,
             heads,
             capacity,
             device,
@@ -243,7 +245,7 @@ impl KvCache {
         })
     }
 
-    /// Stores the tokens too, so that rows that exceed `switch` tokens can be read again ([`KvCache::outgrown`]).
+    /// Stores the tokens too, so that rows that grow beyond `switch` tokens can be computed again ([`KvCache::outgrown`]).
     pub fn keep_tokens(&mut self, switch: i64) -> Result<()> {
         if switch < self.capacity {
             let size = [self.lens.len() as i64, self.capacity];
@@ -266,8 +268,8 @@ impl KvCache {
         }
     }
 
-    /// The rows that are to be read again at this step, and their tokens: those that have just exceeded the length at which their
-    /// rotary angles change.
+    /// The rows to compute again at this step, with their tokens: those that have just grown beyond the length at which the rotary angles
+    /// change.
     pub fn outgrown(&self) -> (Vec<i64>, Vec<Vec<i64>>) {
         let Some(History { tokens, switch }) = &self.history else { return Default::default() };
         let rows = self.lens.iter().zip(0i64..).filter(|(len, _)| **len == switch + 1).map(|(_, row)| row);
@@ -307,8 +309,8 @@ impl KvCache {
         out.reshape([queries.size()[0], -1])
     }
 
-    /// Distances of each row's cached tokens to its new one, 0 and less where there is a token, `[rows, 1, width]` i64; `[1, 1, width]`
-    /// if all rows have equally many.
+    /// Distances of each row's cached tokens from its new one, at most 0 where there is a token, `[rows, 1, width]` i64; `[1, 1, width]` if all
+    /// rows have equally many tokens.
     pub fn distances(&self) -> Tensor {
         let filled = self.filled.as_ref().expect("a step has begun");
         let width = self.longest();
@@ -338,19 +340,19 @@ impl KvCache {
 
     /// A layer's part of the cache, for a kernel that fills it.
     pub fn layer(&mut self, layer: usize) -> tch_ext::Cache<'_> {
-        let (keys, values) = &mut self.layers[self.of_layers[layer]];
+        let (keys, values) = &mut self.layers[self.layer_index[layer]];
         tch_ext::Cache { keys, values, capacity: self.capacity }
     }
 
-    /// The states of a layer's rows, and those of the rows that the next step changes, `[rows, 1]`; `None`: all.
+    /// The states of a layer's rows, and which rows the next step changes, `[rows, 1]`; `None`: all.
     pub(super) fn state(&mut self, layer: usize) -> (&mut State, Option<&Tensor>) {
         self.states.layer(layer)
     }
 
     /// The rows that tokens are appended to.
     pub(super) fn appended_rows(&self) -> AppendedRows {
-        let rows: Vec<i64> = self.appended.iter().map(|of| of.row).collect();
-        let counts = self.appended.iter().map(|of| of.count).collect();
+        let rows: Vec<i64> = self.appended.iter().map(|part| part.row).collect();
+        let counts = self.appended.iter().map(|part| part.count).collect();
         AppendedRows { rows: on_device(&rows, self.device), counts }
     }
 
@@ -384,7 +386,7 @@ impl KvCache {
         positions
     }
 
-    /// Whether tokens can be appended to some rows in one pass: not where a row may have to be read again.
+    /// Whether tokens can be appended to some rows in one pass: not if a row may have to be computed again, or there is an encoder.
     pub fn can_append(&self) -> bool {
         self.history.is_none() && self.source.is_none()
     }
@@ -398,53 +400,53 @@ impl KvCache {
             Appended { row: row as i64, start, count: count as i64 }
         });
         self.appended = appended.collect();
-        let positions: Vec<i64> = self.appended.iter().flat_map(|of| of.start..of.start + of.count).collect();
-        let places = self.appended.iter().flat_map(|of| {
-            let first = of.row * self.capacity + of.start;
-            first..first + of.count
+        let positions: Vec<i64> = self.appended.iter().flat_map(|part| part.start..part.start + part.count).collect();
+        let places = self.appended.iter().flat_map(|part| {
+            let first = part.row * self.capacity + part.start;
+            first..first + part.count
         });
         self.places = Some(on_device(&places.collect::<Vec<i64>>(), self.device));
         self.count_again();
         on_device(&positions, self.device)
     }
 
-    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim]. `own`: keys and values,
-    /// unless the layer has those of another.
+    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim]. `new`: the tokens' keys
+    /// and values, unless the layer uses those of another.
     pub fn attend_appended(
         &mut self,
         layer: usize,
         scores: &Scores,
         queries: &Tensor,
-        own: Option<&(Tensor, Tensor)>,
+        new: Option<&(Tensor, Tensor)>,
     ) -> Tensor {
         let places = self.places.as_ref().expect("tokens are appended").shallow_clone();
-        if let Some((keys, values)) = own {
+        if let Some((keys, values)) = new {
             self.write(layer, &places, keys, values);
         }
-        let layer = self.of_layers[layer];
+        let layer = self.layer_index[layer];
         let [kv_heads, head_dim] = self.heads[layer];
         let group = queries.size()[1] / kv_heads;
-        let counts: Vec<i64> = self.appended.iter().map(|of| of.count).collect();
-        let rows = self.appended.iter().zip(queries.split_with_sizes(&counts, 0)).map(|(of, queries)| {
-            let end = of.start + of.count;
+        let counts: Vec<i64> = self.appended.iter().map(|part| part.count).collect();
+        let rows = self.appended.iter().zip(queries.split_with_sizes(&counts, 0)).map(|(part, queries)| {
+            let end = part.start + part.count;
             let view = |cache: &Tensor| {
-                let row = cache.narrow(0, of.row * self.capacity, end);
+                let row = cache.narrow(0, part.row * self.capacity, end);
                 row.view([1, end, kv_heads, head_dim]).transpose(1, 2)
             };
             let (keys, values) = (view(&self.layers[layer].0), view(&self.layers[layer].1));
             // As in a step, query heads that share a key head become that head's query positions.
-            let by_group = queries.view([of.count, kv_heads, group, head_dim]).permute([1, 2, 0, 3]);
-            let grouped = by_group.reshape([1, kv_heads, group * of.count, head_dim]);
-            let mask = mask_of(&of.visible(scores.window, self.device), keys.kind()).repeat([group, 1]);
+            let by_group = queries.view([part.count, kv_heads, group, head_dim]).permute([1, 2, 0, 3]);
+            let grouped = by_group.reshape([1, kv_heads, group * part.count, head_dim]);
+            let mask = additive_mask(&part.visible(scores.window, self.device), keys.kind()).repeat([group, 1]);
             let out = scores.attend([&grouped, &keys, &values], Some(&mask.view([1, 1, -1, end])), false);
-            let by_token = out.view([kv_heads, group, of.count, head_dim]).permute([2, 0, 1, 3]);
-            by_token.reshape([of.count, -1])
+            let by_token = out.view([kv_heads, group, part.count, head_dim]).permute([2, 0, 1, 3]);
+            by_token.reshape([part.count, -1])
         });
         Tensor::cat(&rows.collect::<Vec<_>>(), 0)
     }
 
-    /// Takes the last token from each of `rows`, which have one: the next step writes its place again, and has to have the same token, since
-    /// states of layers keep it.
+    /// Takes back the last token of each of `rows`, which have one. The next step writes to its position again and must have the same token,
+    /// since the layers' states keep it.
     pub fn step_back(&mut self, rows: &[usize]) {
         rows.iter().for_each(|&row| self.lens[row] -= 1);
         if self.states.hold(rows, self.lens.len(), self.device) {
@@ -453,7 +455,7 @@ impl KvCache {
         self.count_again();
     }
 
-    /// Takes the numbers of filled positions from the host.
+    /// Copies the numbers of filled positions from the host to the device.
     fn count_again(&mut self) {
         if let Some(filled) = &mut self.filled {
             // In place: a graph reads this tensor.
@@ -467,16 +469,16 @@ impl KvCache {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// Number of positions of each row that a step attends to after which the longest row has `longest` tokens; positions without a token
-    /// are masked.
+    /// Number of positions of each row that a step attends to if the longest row has `longest` tokens after it. Positions without a token are
+    /// masked.
     fn width(&self, longest: i64) -> i64 {
         ((longest as u64).next_multiple_of(self.multiple as u64) as i64).min(self.capacity)
     }
 
-    /// The logits of one more token in every row, `tokens` `[rows]` i64, which `step` computes from them and this cache.
+    /// The logits after one more token in every row, `tokens` `[rows]` i64. `step` computes them from the tokens and this cache.
     ///
-    /// With `records`, a GPU records the work of a step once, and queues it as a whole for the steps after it: `step` must then do the same
-    /// work in each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
+    /// With `records`, the work of a step is recorded once as a CUDA graph, and replayed for later steps: `step` must then do the same work in
+    /// each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
     ///
     /// # Errors
     /// If `step` fails, or CUDA does.
@@ -514,14 +516,14 @@ impl KvCache {
         Ok(logits)
     }
 
-    /// Records the next step, whose logits have the form of the last one's. If that fails, the step remains to be computed: nothing of it
-    /// has run.
+    /// Records the next step, whose logits have the shape and dtype of the last step's. If recording fails, nothing of the step has run, and it
+    /// is computed as usual.
     fn record(&mut self, device: usize, tokens: &Tensor, step: &impl Fn(&Tensor, &mut Self) -> Result<Tensor>) {
         let Some(last) = &self.last_step else { return };
-        // Not in the memory of the recording, which other graphs use too.
+        // Allocated outside the recording, whose memory other graphs use too.
         let mut logits = Tensor::empty(&last.logits.0, (last.logits.1, self.device));
         let (tokens, lens) = (tokens.copy(), self.lens.clone());
-        let recorded = Graph::record(device, || step(&tokens, self).map(|found| logits.copy_(&found)));
+        let recorded = Graph::record(device, || step(&tokens, self).map(|result| logits.copy_(&result)));
         // The host's lengths count the steps that run.
         (self.lens, self.step) = (lens, None);
         if let (Ok((graph, Ok(()))), Some(last)) = (recorded, &mut self.last_step) {
@@ -547,9 +549,9 @@ impl KvCache {
         }
     }
 
-    /// Whether a kernel of a GPU computes the attention of a step with these scores, of so many query heads in this dtype.
+    /// Whether a GPU kernel computes the attention of a step with these scores, `heads` query heads and this dtype.
     pub(super) fn attends_by_kernel(&self, layer: usize, scores: &Scores, heads: i64, kind: Kind) -> bool {
-        let layer = self.of_layers[layer];
+        let layer = self.layer_index[layer];
         let (keys, [kv_heads, head_dim]) = (&self.layers[layer].0, self.heads[layer]);
         scores.softcap.is_none()
             && scores.sinks.is_none()
@@ -568,15 +570,15 @@ impl KvCache {
         angles: Option<&(Tensor, Tensor)>,
     ) -> Tensor {
         let step = self.step.take().unwrap_or_else(|| self.new_step());
-        let (keys, values) = &mut self.layers[self.of_layers[layer]];
+        let (keys, values) = &mut self.layers[self.layer_index[layer]];
         let cache = CachePlaces { keys, values, places: &step.places };
         let queries = tch_ext::rotate_cached(qkv, angles, cache);
         self.step = Some(step);
         self.attend_step(layer, scores, &queries, None, None)
     }
 
-    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `own`: its key
-    /// and value, unless the layer has those of another.
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `new`: the
+    /// token's key and value, unless the layer uses those of another.
     ///
     /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
     pub fn attend_step(
@@ -584,16 +586,16 @@ impl KvCache {
         layer: usize,
         scores: &Scores,
         queries: &Tensor,
-        own: Option<&(Tensor, Tensor)>,
+        new: Option<&(Tensor, Tensor)>,
         bias: Option<&Tensor>,
     ) -> Tensor {
         let mut step = self.step.take().unwrap_or_else(|| self.new_step());
-        if let Some((keys, values)) = own {
+        if let Some((keys, values)) = new {
             self.write(layer, &step.places, keys, values);
         }
         let by_kernel = bias.is_none() && self.attends_by_kernel(layer, scores, queries.size()[1], queries.kind());
         self.attends_by_kernels = Some(by_kernel && self.attends_by_kernels != Some(false));
-        let layer = self.of_layers[layer];
+        let layer = self.layer_index[layer];
         let [kv_heads, head_dim] = self.heads[layer];
         let rows = self.lens.len() as i64;
         if by_kernel {
@@ -619,16 +621,16 @@ impl KvCache {
         out.reshape([rows, -1])
     }
 
-    /// A cache of the same tensors: a write to either changes both, until [`KvCache::keep_rows`] replaces those of one.
+    /// A cache of the same tensors: a write to either changes both, until [`KvCache::keep_rows`] replaces the tensors of one.
     pub fn shallow_clone(&self) -> Self {
         let layers = self.layers.iter().map(|(keys, values)| (keys.shallow_clone(), values.shallow_clone()));
         Self {
             layers: layers.collect(),
             states: self.states.shallow_clone(),
-            of_layers: self.of_layers.clone(),
+            layer_index: self.layer_index.clone(),
             heads: self.heads.clone(),
             lens: self.lens.clone(),
-            // Each increments its own.
+            // Each cache increments its own count.
             filled: self.filled.as_ref().map(Tensor::copy),
             places: None,
             step: None,
@@ -664,7 +666,7 @@ impl KvCache {
     }
 
     fn write(&mut self, layer: usize, places: &Tensor, keys: &Tensor, values: &Tensor) {
-        let (all_keys, all_values) = &mut self.layers[self.of_layers[layer]];
+        let (all_keys, all_values) = &mut self.layers[self.layer_index[layer]];
         let _ = all_keys.index_copy_(0, places, &keys.flatten(1, -1));
         let _ = all_values.index_copy_(0, places, &values.flatten(1, -1));
     }
@@ -701,13 +703,13 @@ mod tests {
         for name in ["gemma2", "gemma3", "gemma4", "gpt2", "gpt_neox", "gpt_oss", "mistral", "lfm2", "qwen3_5"] {
             let model = golden_model(name, options);
             let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14]];
-            let of = |multiple: i64| {
+            let logits = |multiple: i64| {
                 let (mut cache, _) = model.prefill(&prompts, 12, StopCheck::NEVER).unwrap();
                 cache.multiple = multiple;
                 let step = |token: i64| model.decode(&Tensor::from_slice(&[token, token + 1]), &mut cache).unwrap();
                 Tensor::cat(&(20..31).map(step).collect::<Vec<_>>(), 0).to_kind(Kind::Float)
             };
-            let (exact, wide) = tch::no_grad(|| (of(1), of(16)));
+            let (exact, wide) = tch::no_grad(|| (logits(1), logits(16)));
             let gap = (&exact - &wide).abs().max().double_value(&[]);
             assert!(gap < 4e-3 * exact.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
         }
@@ -736,7 +738,7 @@ mod tests {
             let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
             let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14], vec![15, 16]];
             let next = Tensor::from_slice(&[40i64, 41, 42]);
-            let of = |appended: bool| {
+            let logits = |appended: bool| {
                 let (mut cache, _) = model.prefill(&prompts, 24, StopCheck::NEVER).unwrap();
                 let _ = model.decode(&Tensor::from_slice(&[20i64, 21, 22]), &mut cache).unwrap();
                 let rows: [(usize, Vec<i64>); 2] = [(2, (50..61).collect()), (0, (70..74).collect())];
@@ -761,7 +763,7 @@ mod tests {
                 }
                 model.decode(&next, &mut cache).unwrap().to_kind(Kind::Float)
             };
-            let (one_by_one, appended) = tch::no_grad(|| (of(false), of(true)));
+            let (one_by_one, appended) = tch::no_grad(|| (logits(false), logits(true)));
             let gap = (&one_by_one - &appended).abs().max().double_value(&[]);
             let tolerance = if kind == Kind::Half { 4e-3 } else { 1e-4 };
             assert!(gap < tolerance * one_by_one.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
@@ -788,13 +790,13 @@ mod tests {
 
     #[test]
     fn a_cache_on_a_gpu_has_whole_multiples_of_positions() {
-        let of = |capacity| [Device::Cpu, Device::Cuda(1)].map(|device| positions_for(capacity, device));
-        assert_eq!([1, 64, 65].map(of), [[1, 64], [64, 64], [65, 128]]);
+        let positions = |capacity| [Device::Cpu, Device::Cuda(1)].map(|device| positions_for(capacity, device));
+        assert_eq!([1, 64, 65].map(positions), [[1, 64], [64, 64], [65, 128]]);
     }
 
     #[test]
     fn one_recording_serves_all_steps_where_kernels_compute_the_attention_of_all_layers() {
-        let heads = [CachedHeads { kv_heads: 2, head_dim: 8, keys_of: None }; 2];
+        let heads = [CachedHeads { kv_heads: 2, head_dim: 8, keys_from: None }; 2];
         let options = (Kind::Float, Device::Cpu);
         let widths = |by_kernels| {
             let mut cache = KvCache::new(&heads, &[None, None], 1, 200, options).unwrap();

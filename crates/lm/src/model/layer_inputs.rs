@@ -1,4 +1,4 @@
-//! Inputs of each layer beside its hidden states (Gemma 4).
+//! Inputs of each layer in addition to its hidden states (Gemma 4).
 
 use super::linear::{Linear, LinearShape, Norm};
 use super::lora::Dropout;
@@ -10,7 +10,7 @@ use std::f64::consts::FRAC_1_SQRT_2;
 use tch::{Kind, Tensor};
 
 /// The rows `ids` `[N]` of an embedding, f32.
-pub(super) fn rows_of(table: &Tensor, ids: &Tensor) -> Tensor {
+pub(super) fn embedding_rows(table: &Tensor, ids: &Tensor) -> Tensor {
     let rows = if uses_kernels(Kind::Float, table.device()) {
         tch_ext::embedding(table, ids)
     } else {
@@ -19,7 +19,7 @@ pub(super) fn rows_of(table: &Tensor, ids: &Tensor) -> Tensor {
     rows.to_kind(Kind::Float)
 }
 
-/// The table and the projection of which the inputs of all layers are made.
+/// The table and the projection that the inputs of all layers are computed from.
 #[derive(Debug)]
 pub(super) struct AllInputs {
     table: Tensor,
@@ -45,7 +45,7 @@ pub(super) fn stored_in_branch(shape: &Shape, kind: f64) -> f64 {
     shape.layer_inputs.map_or(0.0, |inputs| 4.0 * inputs.width as f64 * kind + shape.hidden_size as f64 * (kind + 4.0))
 }
 
-/// Bytes per token of the inputs of all layers, and of the projections that their norm reads; their gradients in the backward pass are as many.
+/// Bytes per token of the inputs of all layers, and of the projections that their norm reads. Their gradients in the backward pass take as many.
 pub(super) fn stored_inputs(shape: &Shape) -> f64 {
     shape.layer_inputs.map_or(0.0, |inputs| (inputs.width * shape.num_hidden_layers) as f64 * 2.0 * 4.0)
 }
@@ -56,20 +56,20 @@ impl AllInputs {
         let (layers, width, std) = (shape.num_hidden_layers, inputs.width, shape.initializer_range);
         let table = [inputs.vocab_size, layers * width];
         let table = b.embedding(format!("{}.weight", names.table), &table, Init::Normal(std))?;
-        let of_projection =
+        let projection_shape =
             LinearShape { width_in: shape.hidden_size, width_out: layers * width, bias: false, transposed: false, std };
-        let projection = Linear::build(b, names.projection, of_projection, compute)?;
+        let projection = Linear::build(b, names.projection, projection_shape, compute)?;
         let norm = Norm::build(b, names.norm, width, shape)?;
         Ok(Some(Self { table, projection, norm, layers, width, hidden_size: shape.hidden_size }))
     }
 
     /// The inputs of all layers, `[N, layers, width]` f32, of `tokens` `[N]` whose scaled embeddings are `x` `[N, hidden size]`.
-    pub(super) fn of(&self, tokens: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
+    pub(super) fn forward(&self, tokens: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
         let size = [-1, self.layers, self.width];
         let projected = self.projection.forward_dropping(x, dropout).to_kind(Kind::Float);
         let projected = projected * (self.hidden_size as f64).powf(-0.5);
         let projected = self.norm.forward(&projected.view([-1, self.width]), Kind::Float).view(size);
-        let embedded = rows_of(&self.table, tokens).view(size) * (self.width as f64).sqrt();
+        let embedded = embedding_rows(&self.table, tokens).view(size) * (self.width as f64).sqrt();
         (projected + embedded) * FRAC_1_SQRT_2
     }
 }

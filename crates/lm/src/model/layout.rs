@@ -15,11 +15,11 @@ pub(crate) fn rounded(rows: i64) -> i64 {
     }
 }
 
-/// Most tokens of rows whose scores are computed at once without kernels. Those of longer rows take memory by the square, and are computed in
-/// blocks of queries where no gradient needs them.
+/// The longest row, in tokens, whose scores are computed at once without kernels. Scores take memory by the square of the length: those of longer
+/// rows are computed in blocks of queries, where no gradient needs them.
 const LONG_ROW: i64 = 4096;
 
-/// Most scores of a block of queries.
+/// The most scores of a block of queries.
 const BLOCK_SCORES: i64 = 1 << 23;
 
 #[cfg(test)]
@@ -29,7 +29,7 @@ thread_local! {
 }
 
 /// Number of queries of a block, for rows of `width` tokens with `scores` scores of one query in all; `None` if there is one block.
-fn queries_of_block(width: i64, scores: i64) -> Option<i64> {
+fn block_queries(width: i64, scores: i64) -> Option<i64> {
     #[cfg(test)]
     if let Some(block) = BLOCK.get() {
         return Some(block);
@@ -38,7 +38,7 @@ fn queries_of_block(width: i64, scores: i64) -> Option<i64> {
 }
 
 /// The bias of scores of `count` queries from `first` on, `[rows or 1, heads, count, width]`, with -inf where no key is visible.
-pub(crate) type BiasOf<'a> = &'a dyn Fn(i64, i64) -> Tensor;
+pub(crate) type BiasBlock<'a> = &'a dyn Fn(i64, i64) -> Tensor;
 
 /// Settings of a layer's attention scores.
 #[derive(Debug)]
@@ -64,12 +64,12 @@ impl Scores {
 
     /// Attention of `q` [rows, heads, queries, head_dim] over `k`, `v` [rows, heads, keys, head_dim].
     ///
-    /// `mask` comes from [`mask_of`] and broadcasts to [rows, heads, queries, keys]; without it a query attends to all keys, or with
+    /// `mask` comes from [`additive_mask`] and broadcasts to [rows, heads, queries, keys]; without it a query attends to all keys, or with
     /// `causal` to those up to its position.
     pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool) -> Tensor {
         if let Some(sinks) = &self.sinks {
             let scores = q.matmul(&k.transpose(-2, -1)).to_kind(Kind::Float) * self.scale;
-            return weighted_beside_sinks(scores, mask, sinks, v);
+            return weighted_with_sinks(scores, mask, sinks, v);
         }
         let Some(cap) = self.softcap else {
             return Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, causal, Some(self.scale), false);
@@ -89,18 +89,19 @@ fn weighted_sum(scores: Tensor, mask: Option<&Tensor>, v: &Tensor) -> Tensor {
     scores.softmax(-1, Kind::Float).to_kind(v.kind()).matmul(v)
 }
 
-/// [`weighted_sum`] where each softmax has the score of its head's sink too, `sinks` `[heads]`. Query heads that share a key head may lie
-/// among its queries, head after head.
-fn weighted_beside_sinks(scores: Tensor, mask: Option<&Tensor>, sinks: &Tensor, v: &Tensor) -> Tensor {
+/// [`weighted_sum`] where each softmax also counts the score of its head's sink, `sinks` `[heads]`. Query heads that share a key head may be
+/// laid out as queries of that key head, head after head.
+fn weighted_with_sinks(scores: Tensor, mask: Option<&Tensor>, sinks: &Tensor, v: &Tensor) -> Tensor {
     let scores = match mask {
         Some(mask) => scores + mask,
         None => scores,
     };
     let (rows, heads, queries, keys) = scores.size4().expect("[rows, heads, queries, keys]");
     let group = sinks.size()[0] / heads;
-    let of_queries = sinks.to_kind(Kind::Float).view([1, heads, group, 1]);
-    let of_queries = of_queries.expand([rows, heads, group, queries / group], false).reshape([rows, heads, queries, 1]);
-    let weights = Tensor::cat(&[scores, of_queries], -1).softmax(-1, Kind::Float).narrow(-1, 0, keys);
+    let sink_scores = sinks.to_kind(Kind::Float).view([1, heads, group, 1]);
+    let sink_scores =
+        sink_scores.expand([rows, heads, group, queries / group], false).reshape([rows, heads, queries, 1]);
+    let weights = Tensor::cat(&[scores, sink_scores], -1).softmax(-1, Kind::Float).narrow(-1, 0, keys);
     weights.to_kind(v.kind()).matmul(v)
 }
 
@@ -169,11 +170,11 @@ fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> 
 }
 
 /// The additive mask of `visible` (bool): 0 or -inf, of `kind`. From bools libtorch would compute it again in every layer.
-pub(super) fn mask_of(visible: &Tensor, kind: Kind) -> Tensor {
+pub(super) fn additive_mask(visible: &Tensor, kind: Kind) -> Tensor {
     Tensor::zeros(visible.size(), (kind, visible.device())).masked_fill_(&visible.logical_not(), f64::NEG_INFINITY)
 }
 
-/// Sequences of different lengths, packed: N tokens in all, but for [`SharedPrefixes`]. Only attention without kernels pads them to [rows, width]. After
+/// Sequences of different lengths, packed: N tokens in all, fewer with [`SharedPrefixes`]. Only attention without kernels pads them to [rows, width]. After
 /// the last sequence there may be padding that `lens` and `starts` do not include ([`Layout::padded`]).
 pub struct Layout {
     /// Token ids, [N] i64.
@@ -188,11 +189,11 @@ pub struct Layout {
     pub width: i64,
     /// Number of tokens of each sequence before its padding, if there is any; padding attends to them and is not attended to.
     unpadded: Option<Vec<i64>>,
-    /// Beginnings that sequences share, if they are computed once.
+    /// Prefixes that sequences share, if they are computed once.
     pub shared: Option<SharedPrefixes>,
-    /// The position in each whole sequence of its first token here, if that is not 0: a decoder's part of prompt and response.
+    /// The position of the first token here in each whole sequence, if it is not 0: a decoder has only a part of prompt and response.
     firsts: Option<Vec<i64>>,
-    /// The tokens of the encoder, if these are the decoder's.
+    /// The encoder's tokens, if this is the layout of a decoder.
     pub source: Option<Source>,
     /// Packed index of each slot of [rows, width], and slot of each packed token; computed on first use.
     slots: OnceCell<(Tensor, Tensor)>,
@@ -204,8 +205,8 @@ pub struct Layout {
 pub struct Source {
     /// The prompts.
     pub layout: Box<Layout>,
-    /// The prompt of each of the decoder's sequences, `[rows]` i64; `None`: they are in the same order.
-    of_rows: Option<Tensor>,
+    /// Index of the prompt of each of the decoder's sequences, `[rows]` i64; `None`: they are in the same order.
+    prompt_index: Option<Tensor>,
     /// The mask of [`Source::mask`]; computed on first use.
     mask: OnceCell<Option<Tensor>>,
 }
@@ -214,21 +215,21 @@ impl Source {
     /// Numbers of the prompts' packed tokens, `[N, heads, head_dim]`, for each of the decoder's sequences: `[rows, heads, width, head_dim]`.
     pub fn by_row(&self, packed: &Tensor) -> Tensor {
         let padded = self.layout.pad(packed).transpose(1, 2);
-        self.of_rows.as_ref().map_or_else(|| padded.shallow_clone(), |rows| padded.index_select(0, rows))
+        self.prompt_index.as_ref().map_or_else(|| padded.shallow_clone(), |rows| padded.index_select(0, rows))
     }
 
     /// The additive mask of the slots of [`Source::by_row`] that have no token, `[rows, 1, 1, width]`; `None` if all have one.
     pub fn mask(&self, kind: Kind) -> Option<Tensor> {
         let mask = self.mask.get_or_init(|| {
-            let mask = mask_of(&self.layout.slots_with_tokens()?, kind);
-            Some(self.of_rows.as_ref().map_or_else(|| mask.shallow_clone(), |rows| mask.index_select(0, rows)))
+            let mask = additive_mask(&self.layout.slots_with_tokens()?, kind);
+            Some(self.prompt_index.as_ref().map_or_else(|| mask.shallow_clone(), |rows| mask.index_select(0, rows)))
         });
         mask.as_ref().map(|mask| mask.to_kind(kind))
     }
 }
 
-/// Tokens at the beginning of several sequences that are computed once: `tokens` and `positions` of the [`Layout`] have them once, and
-/// attention, whose results for them are the same in all sequences, has them in each of the N tokens of the sequences.
+/// Tokens at the beginning of several sequences, which are computed once. `tokens` and `positions` of the [`Layout`] have them once; attention,
+/// whose results for them are the same in all sequences, has them once per sequence, so that its tokens are the N tokens of all sequences.
 pub struct SharedPrefixes {
     /// Index, among the computed tokens, of each of the N tokens.
     indices: Vec<i64>,
@@ -238,23 +239,23 @@ pub struct SharedPrefixes {
     collapse: Tensor,
     /// Position of each of the N tokens in its sequence, `[N]` i64.
     positions: Tensor,
-    /// The computed tokens as parts of sequences that continue others: their offsets and the end of the last, and the part that each continues, or
-    /// -1.
+    /// The computed tokens as parts of sequences, where a part may continue another: offsets of the parts and the end of the last; and for each
+    /// part the one that it continues, or -1.
     parts: (Vec<i64>, Vec<i64>),
 }
 
-/// The parts of `tokens` computed tokens. For each sequence with tokens of its own `own` has the first of these and the one that comes before it in
-/// the sequence, or -1.
-fn parts_of(own: &[(i64, i64)], tokens: i64) -> (Vec<i64>, Vec<i64>) {
+/// The parts of `tokens` computed tokens. For each sequence that has tokens of its own, `branches` has the index of the first of them, and the
+/// index of the token before it in the sequence, or -1.
+fn shared_parts(branches: &[(i64, i64)], tokens: i64) -> (Vec<i64>, Vec<i64>) {
     // A part ends where a sequence leaves it.
-    let ends = own.iter().map(|&(_, before)| before + 1).filter(|&end| end < tokens);
-    let mut starts: Vec<i64> = own.iter().map(|&(first, _)| first).chain(ends).collect();
+    let ends = branches.iter().map(|&(_, before)| before + 1).filter(|&end| end < tokens);
+    let mut starts: Vec<i64> = branches.iter().map(|&(first, _)| first).chain(ends).collect();
     starts.sort_unstable();
     starts.dedup();
     let part = |token: i64| starts.partition_point(|&start| start <= token) as i64 - 1;
-    let parent = |&start: &i64| match own.binary_search_by_key(&start, |&(first, _)| first) {
-        Ok(at) if own[at].1 < 0 => -1,
-        Ok(at) => part(own[at].1),
+    let parent = |&start: &i64| match branches.binary_search_by_key(&start, |&(first, _)| first) {
+        Ok(at) if branches[at].1 < 0 => -1,
+        Ok(at) => part(branches[at].1),
         Err(_) => part(start - 1),
     };
     let parents = starts.iter().map(parent).collect();
@@ -275,17 +276,17 @@ impl SharedPrefixes {
 }
 
 impl Layout {
-    /// As [`Layout::new`], where the first `shared[i]` tokens of sequence i are those of the sequence before it, and are computed once.
+    /// As [`Layout::new`], where the first `shared[i]` tokens of sequence i are the same as in the sequence before it, and are computed once.
     pub fn sharing<S: AsRef<[i64]>>(sequences: &[S], shared: &[usize], device: Device) -> Self {
         let layout = Self::new(sequences, device);
         let (mut indices, mut collapse): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
-        let (mut before, mut own): (Vec<i64>, Vec<(i64, i64)>) = (Vec::new(), Vec::new());
+        let (mut before, mut branches): (Vec<i64>, Vec<(i64, i64)>) = (Vec::new(), Vec::new());
         for (sequence, &shared) in sequences.iter().zip(shared) {
             let sequence = sequence.as_ref();
             before.truncate(shared.min(sequence.len()));
             if before.len() < sequence.len() {
-                own.push((tokens.len() as i64, before.last().copied().unwrap_or(-1)));
+                branches.push((tokens.len() as i64, before.last().copied().unwrap_or(-1)));
             }
             for (at, &token) in sequence.iter().enumerate().skip(before.len()) {
                 before.push(tokens.len() as i64);
@@ -303,13 +304,13 @@ impl Layout {
             collapse: on_device(&collapse, device),
             positions: layout.positions.shallow_clone(),
             indices,
-            parts: parts_of(&own, tokens.len() as i64),
+            parts: shared_parts(&branches, tokens.len() as i64),
         };
         let (tokens, positions) = (on_device(&tokens, device), on_device(&positions, device));
         Self { tokens, positions, shared: Some(shared), ..layout }
     }
 
-    /// The computed tokens as packed sequences, of which some continue others where first tokens are computed once.
+    /// The computed tokens as packed sequences. If shared prefixes are computed once, some of them continue others.
     pub fn computed_rows(&self) -> PackedRows<'_> {
         match &self.shared {
             None => PackedRows::new(&self.starts),
@@ -317,7 +318,7 @@ impl Layout {
         }
     }
 
-    /// Position of each token that attention has, `[N]` i64.
+    /// Position of each token of attention, `[N]` i64.
     pub fn attention_positions(&self) -> &Tensor {
         self.shared.as_ref().map_or(&self.positions, |shared| &shared.positions)
     }
@@ -327,22 +328,22 @@ impl Layout {
     pub fn pairs(decoded: &[Vec<i64>], firsts: Vec<i64>, prompts: &[&[i64]], once: bool, device: Device) -> Self {
         let mut places: HashMap<&[i64], i64> = HashMap::new();
         let mut different: Vec<&[i64]> = Vec::new();
-        let mut of_rows: Vec<i64> = Vec::new();
+        let mut prompt_index: Vec<i64> = Vec::new();
         for &prompt in prompts {
             let next = different.len() as i64;
             let place = if once { *places.entry(prompt).or_insert(next) } else { next };
             if place == next {
                 different.push(prompt);
             }
-            of_rows.push(place);
+            prompt_index.push(place);
         }
-        let of_rows = (different.len() < prompts.len()).then(|| on_device(&of_rows, device));
+        let prompt_index = (different.len() < prompts.len()).then(|| on_device(&prompt_index, device));
         let layout = Box::new(Self::new(&different, device));
-        let source = Source { layout, of_rows, mask: OnceCell::new() };
+        let source = Source { layout, prompt_index, mask: OnceCell::new() };
         Self { firsts: Some(firsts), source: Some(source), ..Self::new(decoded, device) }
     }
 
-    /// Distances of all slots from `count` slots from `first` on, the key's position minus the query's, `[1, count, width]` i64.
+    /// Distances from `count` query slots, from `first` on, to all key slots: the key's position minus the query's, `[1, count, width]` i64.
     pub fn distances(&self, first: i64, count: i64) -> Tensor {
         let slots = |first: i64, end: i64| Tensor::arange_start(first, end, (Kind::Int64, self.tokens.device()));
         (slots(0, self.width).unsqueeze(0) - slots(first, first + count).unsqueeze(1)).unsqueeze(0)
@@ -356,7 +357,7 @@ impl Layout {
     }
 
     /// Index of the computed token at position `at` of sequence `row`.
-    pub fn index_of(&self, row: usize, at: i64) -> i64 {
+    pub fn token_index(&self, row: usize, at: i64) -> i64 {
         let packed = self.starts[row] + at - self.firsts.as_ref().map_or(0, |firsts| firsts[row]);
         self.shared.as_ref().map_or(packed, |shared| shared.indices[packed as usize])
     }
@@ -389,7 +390,7 @@ impl Layout {
     }
 
     /// Sequences whose first `unpadded` tokens are text, followed by padding. As in transformers with an attention mask, padding
-    /// attends to the text, and nothing attends to padding. Its position is `position`, or else that of any token there.
+    /// attends to the text, and nothing attends to padding. The position of padding is `position`, or that of any other token in its place.
     pub fn with_padding<S: AsRef<[i64]>>(
         sequences: &[S],
         unpadded: &[usize],
@@ -470,7 +471,7 @@ impl Layout {
         scores: &Scores,
         [q, k, v]: [&Tensor; 3],
         relative: Option<&RelativeScores>,
-        bias: Option<BiasOf<'_>>,
+        bias: Option<BiasBlock<'_>>,
     ) -> Tensor {
         let heads = q.size()[1];
         let plain_scores = relative.is_none() && bias.is_none();
@@ -495,7 +496,7 @@ impl Layout {
             let count = q.size()[2];
             let mask = match bias {
                 Some(bias) => Some(bias(first, count).to_kind(q.kind())),
-                None => self.visible(scores, first, count).map(|visible| mask_of(&visible, q.kind())),
+                None => self.visible(scores, first, count).map(|visible| additive_mask(&visible, q.kind())),
             };
             let causal = scores.causal && mask.is_none();
             match relative {
@@ -504,7 +505,7 @@ impl Layout {
             }
         };
         let needs_gradient = [&q, &k, &v].into_iter().chain(&scores.sinks).any(Tensor::requires_grad);
-        let most = queries_of_block(self.width, self.rows() * heads * self.width);
+        let most = block_queries(self.width, self.rows() * heads * self.width);
         let out = match most.filter(|_| has_square && !needs_gradient) {
             None => block(&q, 0),
             Some(most) => {
@@ -518,7 +519,7 @@ impl Layout {
 
     /// Whether scores that need no gradient are computed in blocks of queries.
     pub fn is_long(&self) -> bool {
-        queries_of_block(self.width, 1).is_some()
+        block_queries(self.width, 1).is_some()
     }
 
     /// Whether [`Layout::visible`] has a number for each pair of a query and a key.
@@ -534,8 +535,8 @@ impl Layout {
         self.unpad(&out.transpose(1, 2).flatten(2, 3))
     }
 
-    /// The keys visible to each of `count` queries from `first` on, bool, broadcasting to [rows, 1, count, width]; `None` if all are, or in a
-    /// causal model all up to the query.
+    /// Which keys each of `count` queries from `first` on sees, bool, broadcasting to [rows, 1, count, width]; `None` if a query sees all keys, or
+    /// in a causal model all up to its own position.
     fn visible(&self, scores: &Scores, first: i64, count: i64) -> Option<Tensor> {
         let device = self.tokens.device();
         let slots = || Tensor::arange(self.width, (Kind::Int64, device));
@@ -650,9 +651,9 @@ mod tests {
         let rows: Vec<Vec<i64>> = [23i64, 9, 30].map(|len| (0..len).map(|t| 5 + (7 * t + len) % 70).collect()).to_vec();
         let with = |block: Option<i64>, run: &dyn Fn() -> Tensor| {
             BLOCK.set(block);
-            let found = tch::no_grad(run).to_kind(Kind::Float);
+            let result = tch::no_grad(run).to_kind(Kind::Float);
             BLOCK.set(None);
-            found
+            result
         };
         let check = |name: &str, least: f64, run: &dyn Fn() -> Tensor| {
             let whole = with(None, run);
@@ -678,8 +679,8 @@ mod tests {
             let model = SequenceClassifier::from_pretrained(&dir(name), None, ModelOptions::default()).unwrap();
             check(name, 1e-5, &|| model.scores(&rows).unwrap());
         }
-        assert_eq!([4096, 4097].map(|width| queries_of_block(width, 8 * width)), [None, Some(255)]);
-        assert_eq!(queries_of_block(1 << 20, 1 << 26), Some(16));
+        assert_eq!([4096, 4097].map(|width| block_queries(width, 8 * width)), [None, Some(255)]);
+        assert_eq!(block_queries(1 << 20, 1 << 26), Some(16));
     }
 
     #[test]

@@ -53,20 +53,20 @@ impl Matrix {
     /// A number that changes with the values.
     fn version(&self) -> i64 {
         match self {
-            Self::Plain(weight) => weight.held.internal_version(),
+            Self::Plain(weight) => weight.tensor.internal_version(),
             Self::Quantized(weight) => weight.version(),
         }
     }
 
-    /// The values as they are held, in f32.
-    fn held(&self) -> Tensor {
+    /// The stored values, in f32.
+    fn stored_values(&self) -> Tensor {
         match self {
-            Self::Plain(weight) => weight.held.to_kind(Kind::Float),
+            Self::Plain(weight) => weight.tensor.to_kind(Kind::Float),
             Self::Quantized(weight) => weight.merged_values(),
         }
     }
 
-    /// Replaces the values, f32, and holds them in f32, or quantized again. Returns whether they had lower precision.
+    /// Replaces the values by `values`, f32, and stores them in f32, or quantized again. Returns whether they had lower precision.
     fn replace(&mut self, values: &Tensor) -> bool {
         match self {
             Self::Quantized(weight) => {
@@ -74,12 +74,12 @@ impl Matrix {
                 weight.replace(again);
                 false
             }
-            Self::Plain(weight) if weight.held.kind() != Kind::Float => {
+            Self::Plain(weight) if weight.tensor.kind() != Kind::Float => {
                 weight.replace(values);
                 true
             }
             Self::Plain(weight) => {
-                tch::no_grad(|| weight.held.copy_(values));
+                tch::no_grad(|| weight.tensor.copy_(values));
                 false
             }
         }
@@ -89,25 +89,25 @@ impl Matrix {
 /// A weight and, if products are computed in a narrower dtype, a copy in that dtype.
 #[derive(Debug)]
 pub(super) struct Weight {
-    pub(super) held: Tensor,
-    /// The copy, with the version of the held tensor that it was made from.
+    pub(super) tensor: Tensor,
+    /// The copy, with the version of the tensor that it was made from.
     copy: RefCell<Option<(i64, Tensor)>>,
 }
 
 impl Weight {
-    pub(super) fn new(held: Tensor) -> Self {
-        Self { held, copy: RefCell::new(None) }
+    pub(super) fn new(tensor: Tensor) -> Self {
+        Self { tensor, copy: RefCell::new(None) }
     }
 
     /// Converts the tensor to `kind`, in all its handles, if that takes no more memory; returns whether it changed.
     ///
     /// A trainable tensor stays as it is: small optimizer steps would be lost.
     pub(super) fn hold(&mut self, kind: Kind) -> bool {
-        let held = self.held.kind();
-        if held == kind || held.elt_size_in_bytes() < kind.elt_size_in_bytes() || self.held.requires_grad() {
+        let current = self.tensor.kind();
+        if current == kind || current.elt_size_in_bytes() < kind.elt_size_in_bytes() || self.tensor.requires_grad() {
             return false;
         }
-        let narrow = tch::no_grad(|| self.held.to_kind(kind));
+        let narrow = tch::no_grad(|| self.tensor.to_kind(kind));
         self.replace(&narrow);
         true
     }
@@ -119,30 +119,30 @@ impl Weight {
 
     /// Replaces the data of the tensor, in all its handles, by `new`, of any dtype.
     fn replace(&mut self, new: &Tensor) {
-        self.held.set_data(new);
+        self.tensor.set_data(new);
         // `set_data` does not change the version.
         *self.copy.get_mut() = None;
     }
 
-    /// The tensor in `kind`; detached from the held tensor if that has another dtype.
+    /// The tensor in `kind`; detached if the stored tensor has another dtype.
     pub(super) fn used(&self, kind: Kind) -> Tensor {
-        if self.held.kind() == kind {
-            return self.held.shallow_clone();
+        if self.tensor.kind() == kind {
+            return self.tensor.shallow_clone();
         }
         // A low-precision model gets no permanent copy of higher precision.
-        if self.held.kind().elt_size_in_bytes() <= kind.elt_size_in_bytes() {
-            return tch::no_grad(|| self.held.to_kind(kind));
+        if self.tensor.kind().elt_size_in_bytes() <= kind.elt_size_in_bytes() {
+            return tch::no_grad(|| self.tensor.to_kind(kind));
         }
-        let version = self.held.internal_version();
+        let version = self.tensor.internal_version();
         let mut copy = self.copy.borrow_mut();
         match &mut *copy {
-            Some((of, _)) if *of == version => {}
+            Some((copied, _)) if *copied == version => {}
             // Reuses the memory of the last copy, as every optimizer step renews the copies of all weights.
-            Some((of, old)) => {
-                tch::no_grad(|| old.copy_(&self.held));
-                *of = version;
+            Some((copied, old)) => {
+                tch::no_grad(|| old.copy_(&self.tensor));
+                *copied = version;
             }
-            None => *copy = Some((version, tch::no_grad(|| self.held.to_kind(kind)))),
+            None => *copy = Some((version, tch::no_grad(|| self.tensor.to_kind(kind)))),
         }
         copy.as_ref().expect("it was just made").1.shallow_clone()
     }
@@ -193,9 +193,9 @@ impl Linear {
         &self.name
     }
 
-    /// The weight of a head as it is held.
-    pub fn held(&self) -> &Tensor {
-        &self.weight.plain().held
+    /// The weight of a head in the dtype that it is stored in.
+    pub fn stored_weight(&self) -> &Tensor {
+        &self.weight.plain().tensor
     }
 
     /// The format of a quantized weight.
@@ -208,7 +208,7 @@ impl Linear {
 
     /// The weight in f32 as `[out, in]`, detached.
     pub(super) fn rows(&self) -> Tensor {
-        let weight = tch::no_grad(|| self.weight.held()).detach();
+        let weight = tch::no_grad(|| self.weight.stored_values()).detach();
         if self.transposed { weight.tr() } else { weight }
     }
 
@@ -220,7 +220,7 @@ impl Linear {
                 [width_in, width_out]
             }
             Matrix::Plain(weight) => {
-                let size = weight.held.size();
+                let size = weight.tensor.size();
                 if self.transposed { [size[0], size[1]] } else { [size[1], size[0]] }
             }
         }
@@ -246,22 +246,22 @@ impl Linear {
         weight + if self.transposed { delta.tr() } else { delta }
     }
 
-    /// The norms of the rows of `[out, in]` as a column; for a weight in GPT-2's layout those of its columns, as a row.
+    /// The norms of the rows of `[out, in]`, as a column; for a weight in GPT-2's layout the norms of its columns, as a row.
     fn norms(&self, weight: &Tensor) -> Tensor {
         weight.norm_scalaropt_dim(2, [if self.transposed { 0i64 } else { 1 }], true)
     }
 
-    /// Merges the adapter, if there is one, into the weight; the sum is computed and held in f32, or quantized again, as PEFT does.
-    /// Returns whether the weight had lower precision and is held in f32 now.
+    /// Merges the adapter, if there is one, into the weight; the sum is computed and stored in f32, or quantized again, as PEFT does.
+    /// Returns whether the weight had lower precision and is stored in f32 now.
     pub fn merge(&mut self) -> bool {
         if self.adapter.is_none() {
             return false;
         }
-        let weight = tch::no_grad(|| self.weight.held());
+        let weight = tch::no_grad(|| self.weight.stored_values());
         self.merge_into(&weight)
     }
 
-    /// [`Linear::merge`], with `weight`, f32 in the layout of the layer's, in place of the weight that is held.
+    /// [`Linear::merge`] with `weight`, f32 in the layout of the layer's weight, in place of the stored weight.
     pub(super) fn merge_into(&mut self, weight: &Tensor) -> bool {
         let Some(adapter) = self.adapter.take() else { return false };
         let sum = tch::no_grad(|| {
@@ -286,9 +286,9 @@ impl Linear {
             Matrix::Quantized(_) => None,
         };
         let weights = weight.into_iter().chain(&mut self.bias);
-        let own = weights.filter(|weight| !kept.contains(&weight.held.data_ptr()));
+        let convertible = weights.filter(|weight| !kept.contains(&weight.tensor.data_ptr()));
         // `any` would stop after the first that changed.
-        own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
+        convertible.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
     }
 
     pub fn forward(&self, x: &Tensor) -> Tensor {
@@ -341,8 +341,8 @@ impl Linear {
             let used = bias.map(|b| b.used(self.compute));
             return match &self.weight {
                 Matrix::Plain(weight) => {
-                    let bias = bias.map(|b| &b.held).zip(used.as_ref());
-                    tch_ext::linear(x, &weight.held, &weight.used(self.compute), bias, self.transposed)
+                    let bias = bias.map(|b| &b.tensor).zip(used.as_ref());
+                    tch_ext::linear(x, &weight.tensor, &weight.used(self.compute), bias, self.transposed)
                 }
                 Matrix::Quantized(weight) => {
                     tch_ext::quantized_linear(x, &weight.view(), used.as_ref(), None, self.compute)
@@ -350,17 +350,17 @@ impl Linear {
             };
         }
         let weight = match &self.weight {
-            Matrix::Plain(weight) => weight.held.to_kind(self.compute),
+            Matrix::Plain(weight) => weight.tensor.to_kind(self.compute),
             Matrix::Quantized(weight) => weight.values(self.compute),
         };
         let weight = if self.transposed { weight.tr() } else { weight };
-        let bias = bias.map(|bias| bias.held.to_kind(self.compute));
+        let bias = bias.map(|bias| bias.tensor.to_kind(self.compute));
         x.to_kind(self.compute).linear(&weight, bias.as_ref())
     }
 
     /// Whether products use a copy of a tensor in another dtype.
     pub fn uses_copies(&self) -> bool {
-        self.plain_weights().any(|weight| weight.held.kind() != self.compute)
+        self.plain_weights().any(|weight| weight.tensor.kind() != self.compute)
     }
 
     /// Frees the copies in the dtype of products; the next product makes them again.
@@ -377,10 +377,10 @@ impl Linear {
         weight.into_iter().chain(&self.bias)
     }
 
-    /// The layer's weight and the same in the dtype of products, detached, `[out, in]`; for a head.
+    /// The stored weight of a head, and the same weight in the dtype of products, detached; both `[out, in]`.
     pub fn weight(&self) -> (&Tensor, Tensor) {
         let weight = self.weight.plain();
-        (&weight.held, weight.used(self.compute))
+        (&weight.tensor, weight.used(self.compute))
     }
 }
 
@@ -391,11 +391,11 @@ pub(crate) struct Norm {
     weight: Tensor,
     bias: Option<Tensor>,
     eps: f64,
-    /// The factors in f32, if they are frozen and held otherwise, with what they were made from.
+    /// The factors in f32 with the content of the weight that they were made from, if the weight is frozen and stored in another form.
     factors: RefCell<Option<(Content, Tensor)>>,
 }
 
-/// The values of a tensor: its version, its memory and its place in it. `set_data` changes the memory and not the version.
+/// Identifies the values of a tensor: its version, its memory and its address. `set_data` changes the memory and not the version.
 type Content = (i64, usize, usize);
 
 impl Norm {
@@ -413,7 +413,7 @@ impl Norm {
         Ok(Self { kind, weight, bias, eps: shape.norm_eps, factors: RefCell::new(None) })
     }
 
-    /// Builds an RMS norm of this kind with the tensor `{base}.weight`, whatever that of the model's other norms is.
+    /// Builds an RMS norm of this kind with the tensor `{base}.weight`, whatever the kind of the model's other norms.
     pub(crate) fn of_kind(b: &mut Builder<'_>, base: &str, width: i64, (kind, eps): (NormKind, f64)) -> Result<Self> {
         let init = if kind == NormKind::RmsPlusOne { Init::Zeros } else { Init::Ones };
         let weight = b.tensor(format!("{base}.weight"), &[width], init, false)?;
@@ -449,8 +449,8 @@ impl Norm {
         normed.to_kind(kind)
     }
 
-    /// The residual stream `x`, f32, with a branch added, and its norm in `kind`, by one kernel of a GPU; `None` where there is none.
-    pub(crate) fn of_sum_by_kernel(&self, x: &Tensor, branch: &Tensor, kind: Kind) -> Option<(Tensor, Tensor)> {
+    /// The residual stream `x`, f32, with a branch added, and the norm of the sum in `kind`, by one GPU kernel; `None` without such a kernel.
+    pub(crate) fn sum_by_kernel(&self, x: &Tensor, branch: &Tensor, kind: Kind) -> Option<(Tensor, Tensor)> {
         if branch.kind() != kind || x.kind() != Kind::Float || !tch_ext::has_gpu_kernels(kind, x.device()) {
             return None;
         }
@@ -463,7 +463,7 @@ impl Norm {
         tch_ext::Norm { eps: self.eps, center: self.kind == NormKind::Layer, offset }
     }
 
-    /// The norm and its weight as a kernel of a GPU takes them: the weight itself where it is trained, else the factors that are kept.
+    /// The norm and its weight as a GPU kernel takes them: the weight itself if it is trained, else the cached factors.
     fn used(&self, norm: tch_ext::Norm) -> (tch_ext::Norm, Tensor) {
         if self.weight.requires_grad() {
             (norm, self.weight.shallow_clone())
@@ -472,27 +472,27 @@ impl Norm {
         }
     }
 
-    /// Frees the factors that are kept; the next use makes them again.
+    /// Frees the cached factors; the next use makes them again.
     pub(crate) fn drop_factors(&self) {
         drop(self.factors.take());
     }
 
-    /// The factors of the normalized numbers, in f32. Those of a frozen norm are kept: to convert them takes a GPU a launch per norm and
-    /// decoding step.
+    /// The factors of the normalized numbers, in f32. The factors of a frozen norm are cached: converting them costs a GPU one launch per norm
+    /// and decoding step.
     fn factors(&self) -> Tensor {
         let weight = &self.weight;
-        let made = || match (self.kind, weight.to_kind(Kind::Float)) {
+        let make = || match (self.kind, weight.to_kind(Kind::Float)) {
             (NormKind::RmsPlusOne, weight) => weight + 1.0,
             (_, weight) => weight,
         };
         if weight.requires_grad() || (weight.kind() == Kind::Float && self.kind != NormKind::RmsPlusOne) {
-            return made();
+            return make();
         }
         let now = (weight.internal_version(), tch_ext::storage_id(weight), weight.data_ptr().addr());
-        let mut kept = self.factors.borrow_mut();
-        match &*kept {
-            Some((of, factors)) if *of == now => factors.shallow_clone(),
-            _ => kept.insert((now, tch::no_grad(made))).1.shallow_clone(),
+        let mut cached = self.factors.borrow_mut();
+        match &*cached {
+            Some((content, factors)) if *content == now => factors.shallow_clone(),
+            _ => cached.insert((now, tch::no_grad(make))).1.shallow_clone(),
         }
     }
 }
@@ -542,10 +542,10 @@ mod tests {
         assert_ne!(dropped, x);
         for transposed in [false, true] {
             let stored = if transposed { weight.tr().contiguous() } else { weight.copy() };
-            let (stored, bias_held) = (Matrix::Plain(Weight::new(stored)), Some(Weight::new(bias.copy())));
+            let (stored, stored_bias) = (Matrix::Plain(Weight::new(stored)), Some(Weight::new(bias.copy())));
             let name = String::new();
             let mut linear =
-                Linear { name, weight: stored, bias: bias_held, transposed, compute: Kind::Float, adapter: None };
+                Linear { name, weight: stored, bias: stored_bias, transposed, compute: Kind::Float, adapter: None };
             let mut adapter = Adapter::fresh(LayerSize { r: 2, scale: 1.5 }, [4, 6], Device::Cpu, 1, 0).unwrap();
             adapter.b = b.copy();
             adapter.magnitude = Some(Magnitude::new(magnitude.view([-1])));

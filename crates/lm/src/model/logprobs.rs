@@ -23,14 +23,15 @@ use tch_ext::on_device;
 const CPU_LOGITS: i64 = 1 << 23;
 /// The same on a GPU whose memory is not known, and the least on any: 0.6 GB for the use that takes the most.
 const LEAST_GPU_LOGITS: i64 = 1 << 24;
-/// Part of a GPU's memory that the logits of a slice may take in the use of which libtorch's own operations hold the most copies.
+/// One part in this many of a GPU's memory is what the logits of a slice may take in the use of which libtorch's own operations hold the most
+/// copies.
 ///
-/// A slice is held beside weights, moments and all activations of a pass, which by default take a quarter. The usual loss holds half of those
+/// A slice is held beside weights, moments and all activations of a pass, which by default take a quarter. The usual loss holds half as many
 /// copies, and rounding down to a power of two takes up to half of the rest: 1/30 of a card of 80 GB.
 const GPU_PART: usize = 11;
 
-/// Use of logits, by which libtorch's own operations hold several tensors of their size at once: the logits, their log-probabilities, and
-/// gradients of both. Those of a divergence between two models are [`LogitsUse::DIVERGENCE`].
+/// What logits are used for. It decides how many tensors of their size libtorch's own operations hold at once: the logits, their
+/// log-probabilities, and gradients of both. A divergence between two models holds [`LogitsUse::DIVERGENCE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogitsUse {
     /// The head has a soft cap, whose result its gradient needs.
@@ -51,28 +52,28 @@ impl LogitsUse {
     /// exponentials and differences, and the logits of both, 7.2 to 9.2 on a CPU; and two for the allocator.
     pub const DIVERGENCE: usize = 11;
 
-    /// Number of f32 tensors of the logits' size that are held at once in a forward and backward pass. Of them two are for the allocator,
+    /// Number of f32 tensors of the logits' size that are held at once in a forward and backward pass. Two of them are for the allocator,
     /// which keeps freed memory that the next tensors do not fit into; the rest are what torch holds on a CPU, from 3.1 to 7.2.
     pub fn copies(self) -> usize {
-        // The logits or their gradient, their log-probabilities, and the gradient of those.
+        // The logits or their gradient, the log-probabilities, and the gradient of the log-probabilities.
         let usual = 3;
-        // Of the entropy exponentials and the gradients of both factors; of the KL the same, and their difference. They are held one after
-        // the other, but for the exponentials.
-        let of_loss = match (self.entropy_gradient, self.full_kl) {
+        // The entropy holds exponentials and the gradients of both factors; the KL holds the same, and a difference. The two are held one
+        // after the other, except for the exponentials.
+        let loss_copies = match (self.entropy_gradient, self.full_kl) {
             (false, false) => 0,
             (true, true) => 3,
             _ => 2,
         };
-        usual + of_loss + usize::from(self.soft_cap) + usize::from(self.sets) + 2
+        usual + loss_copies + usize::from(self.soft_cap) + usize::from(self.sets) + 2
     }
 }
 
-/// The most logits held at once, in elements, on `device`, which has `memory` bytes in all, if that is known, where an element takes `copies`
-/// numbers of f32 (of [`LogitsUse`]).
+/// The most logits held at once on `device`, in elements. The device has `memory` bytes in all, if that is known, and an element takes
+/// `copies` numbers of f32 (see [`LogitsUse`]).
 ///
-/// On a GPU they follow its memory, since each slice of rows reads and writes the gradient of the whole head: 2^27 at 80 GB. The number is
-/// a power of two, so that CUDA and `nvidia-smi`, whose totals differ by a few hundred MB, lead to the same, and so do GPUs of one kind. It
-/// depends on the whole memory, not on what is free: a resumed run has the same slices.
+/// On a GPU the number follows its memory, since each slice of rows reads and writes the gradient of the whole head: 2^27 at 80 GB. It is a
+/// power of two, so that CUDA and `nvidia-smi`, whose totals differ by a few hundred MB, lead to the same number, and so do GPUs of one kind.
+/// It depends on the whole memory, not on what is free: a resumed run has the same slices.
 pub fn logits_chunk(device: Device, memory: Option<usize>, copies: usize) -> i64 {
     match (device, memory) {
         (Device::Cpu, _) => CPU_LOGITS,
@@ -84,7 +85,7 @@ pub fn logits_chunk(device: Device, memory: Option<usize>, copies: usize) -> i64
     }
 }
 
-/// The size that `RLHF_LOGITS_CHUNK`, a power of two from 20 to 32, sets on a GPU: to measure others with one build.
+/// The size that `RLHF_LOGITS_CHUNK` sets on a GPU, the exponent of a power of two from 20 to 32: to measure other sizes with one build.
 fn measured_chunk() -> Option<i64> {
     static CHUNK: OnceLock<Option<i64>> = OnceLock::new();
     *CHUNK.get_or_init(|| {
@@ -118,7 +119,7 @@ pub struct LogitNumbers {
 }
 
 impl LogitNumbers {
-    /// Computes those of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
+    /// Computes the numbers of the tokens `ids` `[M]` from `logits` `[M, vocab]`.
     fn of(logits: &Tensor, ids: &Tensor, squares: bool) -> Self {
         tch::no_grad(|| {
             let logits = logits.detach().to_kind(Kind::Float);
@@ -154,7 +155,7 @@ pub struct TopLogprobs {
 }
 
 impl TopLogprobs {
-    /// Computes those of the tokens `ids` `[M]` from `logits` `[M, vocab]`; k is at most the size of the vocabulary.
+    /// Computes the log-probabilities of the tokens `ids` `[M]` from `logits` `[M, vocab]`; k is at most the size of the vocabulary.
     pub fn of(logits: &Tensor, ids: &Tensor, k: usize) -> Self {
         let all = logits.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
         let k = i64::try_from(k).unwrap_or(i64::MAX).min(all.size()[1]);
@@ -178,9 +179,9 @@ pub struct LogprobOptions<'a> {
     pub kl_to: Option<(&'a Distributions, &'a [usize])>,
     /// Whether to compute [`LogitNumbers`], at the temperature 1 and over the whole vocabulary.
     pub logits: bool,
-    /// Whether these have the sums of squared probabilities too.
+    /// Whether to compute their sums of squared probabilities too.
     pub squares: bool,
-    /// Compute as a backward pass does also where there is none: equal weights then give equal bits in both.
+    /// Whether to compute as a backward pass does even if there is none, so that equal weights give equal bits in both.
     pub as_backward: bool,
 }
 
@@ -231,7 +232,7 @@ impl Distributions {
     pub(super) fn new(head: &LmHead, hidden: &Tensor, lens: &[i64], copies_head: bool) -> Self {
         let LmHead { linear, compute, .. } = head;
         let hidden = if lens.is_empty() { Vec::new() } else { hidden.to_kind(*compute).split_with_sizes(lens, 0) };
-        let weight = linear.held().detach();
+        let weight = linear.stored_weight().detach();
         let weight = if copies_head { weight.copy() } else { weight };
         Self { hidden, head: head.with_weight(weight) }
     }
@@ -244,7 +245,7 @@ impl Distributions {
 
     /// Copies the head: the distributions stay what they are where the model's weights change in place.
     pub fn own_head(&mut self) {
-        self.head = self.head.with_weight(self.head.linear.held().detach().copy());
+        self.head = self.head.with_weight(self.head.linear.stored_weight().detach().copy());
     }
 
     /// Appends the same model's distributions of more sequences.
@@ -252,7 +253,7 @@ impl Distributions {
         self.hidden.extend(more.hidden);
     }
 
-    /// The distributions of all ranks, which each have those of the rows `shares[rank]`; row i has `lens[i]` tokens.
+    /// Gathers the distributions of all ranks. Each rank has those of the rows `shares[rank]`; row i has `lens[i]` tokens.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -262,10 +263,10 @@ impl Distributions {
         }
         let counts: Vec<usize> = shares.iter().map(|rows| lens[rows.clone()].iter().sum::<i64>() as usize).collect();
         let width = self.head.linear.weight().0.size()[1];
-        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.held().device()));
-        let own: Vec<&Tensor> = std::iter::once(&none).chain(&self.hidden).collect();
-        let own = Tensor::cat(&own, 0);
-        let all = world.gather_rows(&own, &counts)?;
+        let none = Tensor::zeros([0, width], (self.head.compute, self.head.linear.stored_weight().device()));
+        let parts: Vec<&Tensor> = std::iter::once(&none).chain(&self.hidden).collect();
+        let parts = Tensor::cat(&parts, 0);
+        let all = world.gather_rows(&parts, &counts)?;
         Ok(Self { hidden: all.split_with_sizes(lens, 0), head: self.head })
     }
 
@@ -282,9 +283,9 @@ impl Distributions {
 
     /// Checks that the distributions at `rows` are as many as the tokens of `spans`.
     fn check_rows(&self, rows: &[usize], spans: &[Range<usize>]) -> Result<()> {
-        let found: Vec<i64> =
+        let counts: Vec<i64> =
             rows.iter().map(|&row| self.hidden.get(row).map_or(-1, |hidden| hidden.size()[0])).collect();
-        if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(found) {
+        if rows.is_empty() || !spans.iter().map(|span| span.len() as i64).eq(counts) {
             return Err(Error::Run(
                 "KL over the vocabulary: expected one reference distribution per token of the batch".into(),
             ));
@@ -292,10 +293,10 @@ impl Distributions {
         Ok(())
     }
 
-    /// Hidden states of the sequences `rows`, one after another, which are as many as the tokens of `spans`.
-    pub(super) fn states_of(&self, rows: &[usize], spans: &[Range<usize>]) -> Result<Tensor> {
+    /// Hidden states of the sequences `rows`, one after another; checks that they are as many as the tokens of `spans`.
+    pub(super) fn hidden_states(&self, rows: &[usize], spans: &[Range<usize>]) -> Result<Tensor> {
         self.check_rows(rows, spans)?;
-        Ok(self.hidden_of(rows))
+        Ok(self.joined_hidden(rows))
     }
 
     /// Checks that tokens are among the ids that these distributions and a vocabulary of `vocab` have.
@@ -310,17 +311,17 @@ impl Distributions {
     }
 
     /// Hidden states of the sequences `rows`, one after another: `[M, embedding size]`.
-    fn hidden_of(&self, rows: &[usize]) -> Tensor {
+    fn joined_hidden(&self, rows: &[usize]) -> Tensor {
         Tensor::cat(&rows.iter().map(|&row| &self.hidden[row]).collect::<Vec<_>>(), 0)
     }
 }
 
 /// Checks that two models whose distributions are compared have equally large vocabularies.
-pub(super) fn check_vocabulary(own: i64, other: i64) -> Result<()> {
-    if own == other {
+pub(super) fn check_vocabulary(vocab: i64, other: i64) -> Result<()> {
+    if vocab == other {
         return Ok(());
     }
-    Err(Error::Run(format!("KL over the vocabulary: vocabulary sizes differ: {own} and {other}")))
+    Err(Error::Run(format!("KL over the vocabulary: vocabulary sizes differ: {vocab} and {other}")))
 }
 
 /// The tokens of one pass and what is computed for each of them.
@@ -352,11 +353,11 @@ impl<'a> Targets<'a> {
         let pairs = sequences.iter().zip(spans);
         let ids: Vec<i64> = pairs.flat_map(|(s, span)| &s.as_ref()[span.clone()]).copied().collect();
         sampled.check(ids.len() as i64)?;
-        if let Some((of, rows)) = kl_to {
-            of.check(rows, spans, head.vocab_size())?;
+        if let Some((distributions, rows)) = kl_to {
+            distributions.check(rows, spans, head.vocab_size())?;
         }
-        let ids = on_device(&ids, head.linear.held().device());
-        let reference = kl_to.map(|(of, rows)| (of, of.hidden_of(rows)));
+        let ids = on_device(&ids, head.linear.stored_weight().device());
+        let reference = kl_to.map(|(distributions, rows)| (distributions, distributions.joined_hidden(rows)));
         Ok(Self { ids, sampled, entropy, entropy_is_metric, reference, logits, squares, as_backward })
     }
 
@@ -394,7 +395,7 @@ impl Slices {
 
     fn join(self, device: Device) -> TokenLogprobs {
         let join = |parts: Vec<Tensor>| joined(&parts, device);
-        let of_logits = |parts: Vec<LogitNumbers>| {
+        let join_numbers = |parts: Vec<LogitNumbers>| {
             let squares = parts.iter().any(|part| part.log_sum_squares.is_some());
             let all = |part: fn(&LogitNumbers) -> &Tensor| {
                 join(parts.iter().map(|numbers| part(numbers).shallow_clone()).collect())
@@ -407,7 +408,7 @@ impl Slices {
                 }),
             }
         };
-        let logits = self.logits.map(of_logits);
+        let logits = self.logits.map(join_numbers);
         TokenLogprobs { logprobs: join(self.logprobs), entropy: self.entropy.map(join), kl: self.kl.map(join), logits }
     }
 }
@@ -452,8 +453,8 @@ impl LmHead {
     ) -> Result<TopLogprobs> {
         let slices = self.slices(hidden.size()[0]).map(|range| {
             ends.check()?;
-            let logits = self.forward(&rows_of(hidden, &range));
-            Ok(TopLogprobs::of(&logits, &rows_of(ids, &range), k))
+            let logits = self.forward(&narrow_rows(hidden, &range));
+            Ok(TopLogprobs::of(&logits, &narrow_rows(ids, &range), k))
         });
         let slices: Vec<TopLogprobs> = slices.collect::<Result<_>>()?;
         let all = |f: fn(&TopLogprobs) -> &Tensor| Tensor::cat(&slices.iter().map(f).collect::<Vec<_>>(), 0);
@@ -466,22 +467,22 @@ impl LmHead {
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`. The divergence to a reference model is
     /// computed in the backward pass only.
-    pub(super) fn logprobs_of(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
+    pub(super) fn token_logprobs(&self, hidden: &Tensor, targets: &Targets<'_>) -> TokenLogprobs {
         let device = hidden.device();
         let by_kernels =
             !hidden.requires_grad() && targets.sampled.sets.is_none() && logits_by_kernels(self.compute, device);
-        let mut found = targets.slices();
+        let mut results = targets.slices();
         let slices: Vec<Range<i64>> = self.slices(hidden.size()[0]).collect();
-        // On a CPU, one slice alone takes the product that is the fastest for its number of rows.
+        // On a CPU, a single slice takes the product that is the fastest for its number of rows.
         let as_backward = slices.len() > 1 || targets.as_backward || device.is_cuda();
         let shares_memory = by_kernels && as_backward && self.softcap.is_none();
         let mut kernels = shares_memory.then(|| SliceKernels::new(self));
         for range in slices {
-            let hidden = rows_of(hidden, &range);
-            found.push(if !by_kernels {
+            let hidden = narrow_rows(hidden, &range);
+            results.push(if !by_kernels {
                 self.plain_logprobs(&hidden, &range, targets)
             } else {
-                let ids = rows_of(&targets.ids, &range);
+                let ids = narrow_rows(&targets.ids, &range);
                 let logits = match &mut kernels {
                     Some(kernels) => kernels.logits(&hidden).1,
                     None => self.forward(&with_rounded_rows(&hidden)),
@@ -492,7 +493,7 @@ impl LmHead {
                 TokenLogprobs { logprobs: stats.logprobs, entropy: stats.entropy, kl: None, logits: numbers }
             });
         }
-        found.join(targets.ids.device())
+        results.join(targets.ids.device())
     }
 
     /// Log-probabilities of `targets` `[M]` at the hidden states `[M, embedding size]`, detached, and the gradient of the loss
@@ -505,7 +506,7 @@ impl LmHead {
         targets: &Targets<'_>,
         mut loss: impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
     ) -> (TokenLogprobs, Tensor) {
-        let mut found = targets.slices();
+        let mut results = targets.slices();
         let gradient = hidden.zeros_like();
         // The kernels compute neither a second distribution nor one over a part of the vocabulary.
         let by_kernels = self.softcap.is_none()
@@ -514,7 +515,7 @@ impl LmHead {
             && logits_by_kernels(self.compute, hidden.device());
         let mut kernels = by_kernels.then(|| SliceKernels::new(self));
         for range in self.slices(hidden.size()[0]) {
-            let (hidden, mut gradient) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
+            let (hidden, mut gradient) = (narrow_rows(hidden, &range).detach(), narrow_rows(&gradient, &range));
             let now = match &mut kernels {
                 Some(kernels) => kernels.backward(&hidden, range, targets, &mut loss, &mut gradient),
                 None => {
@@ -525,9 +526,9 @@ impl LmHead {
                     now
                 }
             };
-            found.push(now.detached());
+            results.push(now.detached());
         }
-        (found.join(targets.ids.device()), gradient)
+        (results.join(targets.ids.device()), gradient)
     }
 
     /// As [`LmHead::logprobs_gradient`], of a loss of all tokens together.
@@ -542,8 +543,8 @@ impl LmHead {
             let mut loss = |_, now: &TokenLogprobs| loss.take().expect("there is one slice")(now);
             return self.logprobs_gradient(hidden, targets, &mut loss);
         }
-        let found = tch::no_grad(|| self.logprobs_of(&hidden.detach(), targets));
-        let now = TokenLogprobs { logprobs: found.logprobs.detach().set_requires_grad(true), ..found };
+        let results = tch::no_grad(|| self.token_logprobs(&hidden.detach(), targets));
+        let now = TokenLogprobs { logprobs: results.logprobs.detach().set_requires_grad(true), ..results };
         loss.take().expect("it is called once")(&now).backward();
         let slopes = now.logprobs.grad();
         // The numbers of the logits are there already.
@@ -559,7 +560,7 @@ impl LmHead {
             as_backward: true,
         };
         let (_, gradient) = self.logprobs_gradient(hidden, &again, |range, now| {
-            (&now.logprobs * rows_of(&slopes, &range)).sum(Kind::Float)
+            (&now.logprobs * narrow_rows(&slopes, &range)).sum(Kind::Float)
         });
         (TokenLogprobs { logprobs: now.logprobs.detach(), ..now }, gradient)
     }
@@ -570,33 +571,33 @@ impl LmHead {
         let Targets { ids, sampled, entropy, entropy_is_metric, reference, .. } = targets;
         let count = range.end - range.start;
         let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
-        let of_reference = reference.as_ref().map(|(of, states)| {
-            let all = tch::no_grad(|| of.logprobs(&rows_of(states, range), sampled.temperature));
+        let reference_logprobs = reference.as_ref().map(|(distributions, states)| {
+            let all = tch::no_grad(|| distributions.logprobs(&narrow_rows(states, range), sampled.temperature));
             match &excluded {
                 None => all,
                 some => tch::no_grad(|| restricted(&all, some.as_ref()).log_softmax(-1, Kind::Float)),
             }
         });
-        let ids = rows_of(ids, range);
+        let ids = narrow_rows(ids, range);
         let logits = self.forward(hidden).to_kind(Kind::Float);
         let numbers = targets.logits.then(|| LogitNumbers::of(&logits, &ids, targets.squares));
         let logits = divided(logits, sampled.temperature);
         let all = restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float);
         let logprobs = all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
         let entropy = entropy
-            .then(|| if *entropy_is_metric { tch::no_grad(|| entropy_of(&all.detach())) } else { entropy_of(&all) });
-        let kl = of_reference.map(|others| divergence_of(&all, &others));
+            .then(|| if *entropy_is_metric { tch::no_grad(|| row_entropy(&all.detach())) } else { row_entropy(&all) });
+        let kl = reference_logprobs.map(|others| row_kl(&all, &others));
         TokenLogprobs { logprobs, entropy, kl, logits: numbers }
     }
 
     /// [`super::CausalLm::kl_to`] at the hidden states `[M, embedding size]` of both models: `[M]` f32.
     pub(super) fn kl_at(&self, hidden: &Tensor, other: (&Self, &Tensor), sampled: Sampled<'_>) -> Tensor {
         let (other, others_hidden) = other;
-        let of_slice = |range: Range<i64>| {
+        let slice_kl = |range: Range<i64>| {
             let count = range.end - range.start;
             let excluded = sampled.excluded(range.start, count, self.vocab_size(), hidden.device());
             let logprobs = |head: &Self, hidden: &Tensor| {
-                let hidden = rows_of(hidden, &range);
+                let hidden = narrow_rows(hidden, &range);
                 let logits = if uses_kernels(head.compute, hidden.device()) {
                     head.forward(&with_rounded_rows(&hidden)).narrow(0, 0, count)
                 } else {
@@ -605,9 +606,9 @@ impl LmHead {
                 let logits = divided(logits.to_kind(Kind::Float), sampled.temperature);
                 restricted(&logits, excluded.as_ref()).log_softmax(-1, Kind::Float)
             };
-            divergence_of(&logprobs(self, hidden), &logprobs(other, others_hidden))
+            row_kl(&logprobs(self, hidden), &logprobs(other, others_hidden))
         };
-        let parts: Vec<Tensor> = self.slices(hidden.size()[0]).map(of_slice).collect();
+        let parts: Vec<Tensor> = self.slices(hidden.size()[0]).map(slice_kl).collect();
         joined(&parts, hidden.device())
     }
 
@@ -616,12 +617,12 @@ impl LmHead {
         self.slices_for(rows, self.vocab_size(), LogitsUse::MOST.copies())
     }
 
-    /// [`LmHead::slices`] of logits over `vocab` tokens of which each takes `copies` numbers of f32.
+    /// [`LmHead::slices`] of logits over `vocab` tokens, each of which takes `copies` numbers of f32.
     fn slices_for(&self, rows: i64, vocab: i64, copies: usize) -> impl Iterator<Item = Range<i64>> + use<> {
-        let device = self.linear.held().device();
+        let device = self.linear.stored_weight().device();
         let whole = if device.is_cuda() { memory(device) } else { None };
         let most = (logits_chunk(device, whole, copies) / vocab.max(1)).max(1);
-        // About equal, as a short last slice would be a product of a poor shape; and of few different sizes.
+        // Slices of about equal length, since a short last one would be a product of a poor shape; and of few different lengths.
         let share = rows.max(1).unsigned_abs().div_ceil(rows.unsigned_abs().div_ceil(most.unsigned_abs()).max(1));
         let len = rounded(share as i64).min(if most < 64 { most } else { most / 32 * 32 });
         (0..rows).step_by(len as usize).map(move |from| from..(from + len).min(rows))
@@ -668,7 +669,7 @@ impl<'m> SliceKernels<'m> {
         loss: &mut impl FnMut(Range<i64>, &TokenLogprobs) -> Tensor,
         gradient: &mut Tensor,
     ) -> TokenLogprobs {
-        let (count, ids) = (range.end - range.start, rows_of(&targets.ids, &range));
+        let (count, ids) = (range.end - range.start, narrow_rows(&targets.ids, &range));
         let temperature = targets.sampled.temperature;
         let (hidden, all) = self.logits(hidden);
         let mut logits = all.narrow(0, 0, count);
@@ -689,14 +690,14 @@ impl<'m> SliceKernels<'m> {
         now
     }
 
-    /// Writes the gradient with respect to the `count` hidden states to `gradient`, `[count, embedding size]`, and accumulates that of the
-    /// head's weight: `hidden` and `all` are those that [`SliceKernels::logits`] returned, with the gradient of the logits in their place.
+    /// Writes the gradient with respect to the `count` hidden states to `gradient`, `[count, embedding size]`, and accumulates the gradient of
+    /// the head's weight. `hidden` and `all` are what [`SliceKernels::logits`] returned; `all` now holds the gradient of the logits.
     fn finish(&self, hidden: &Tensor, all: &Tensor, count: i64, gradient: &mut Tensor) {
         let Self { head, weight, used, .. } = self;
         let _ = all.narrow(0, count, hidden.size()[0] - count).zero_();
-        let mut of_hidden = hidden.empty_like();
-        tch_ext::product_into(&mut of_hidden, all, used);
-        gradient.copy_(&head.scaled(&of_hidden.narrow(0, 0, count)));
+        let mut hidden_gradient = hidden.empty_like();
+        tch_ext::product_into(&mut hidden_gradient, all, used);
+        gradient.copy_(&head.scaled(&hidden_gradient.narrow(0, 0, count)));
         if weight.requires_grad() {
             tch_ext::add_product_to_grad(weight, &all.tr(), hidden);
         }
@@ -708,13 +709,13 @@ fn logits_by_kernels(compute: Kind, device: Device) -> bool {
     uses_kernels(compute, device) || tch_ext::has_gpu_kernels(compute, device)
 }
 
-/// `logits` divided by the temperature. That of 1 changes nothing, and a division would read and write them all, and again in the backward pass.
+/// `logits` divided by the temperature. At 1 there is no division: it would read and write all logits, and again in the backward pass.
 fn divided(logits: Tensor, temperature: f64) -> Tensor {
     if temperature == 1.0 { logits } else { logits / temperature }
 }
 
 /// The rows `range` of `x`, as a view.
-fn rows_of(x: &Tensor, range: &Range<i64>) -> Tensor {
+fn narrow_rows(x: &Tensor, range: &Range<i64>) -> Tensor {
     x.narrow(0, range.start, range.end - range.start)
 }
 
@@ -725,13 +726,13 @@ fn with_rounded_rows(hidden: &Tensor) -> Tensor {
 }
 
 /// Entropy in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
-fn entropy_of(logprobs: &Tensor) -> Tensor {
-    // As a product of a row and a column, which needs no third tensor of this size.
+fn row_entropy(logprobs: &Tensor) -> Tensor {
+    // A product of a row and a column needs no third tensor of this size.
     -logprobs.exp().unsqueeze(1).bmm(&logprobs.unsqueeze(2)).view([-1])
 }
 
 /// KL(p || q) in nats of each row of log-probabilities, `[M, vocab]` to `[M]`.
-fn divergence_of(p: &Tensor, q: &Tensor) -> Tensor {
+fn row_kl(p: &Tensor, q: &Tensor) -> Tensor {
     p.exp().unsqueeze(1).bmm(&(p - q).unsqueeze(2)).view([-1])
 }
 
@@ -743,32 +744,32 @@ mod tests {
     fn a_divergence_is_not_symmetric_and_that_of_trl_0_11() {
         let row = |logits: &[f32]| Tensor::from_slice(logits).log_softmax(-1, Kind::Float).unsqueeze(0);
         let (p, q) = (row(&[1.0, 1.0, 0.0]), row(&[0.0, 1.0, 2.0]));
-        let found = |p: &Tensor, q: &Tensor| divergence_of(p, q).double_value(&[0]);
-        assert!((found(&p, &q) - 0.657205).abs() < 1e-6, "{}", found(&p, &q)); // TRL 0.11.4, kl_penalty = full
-        assert!((found(&q, &p) - found(&p, &q)).abs() > 1e-2);
-        assert_eq!(found(&p, &p), 0.0);
+        let kl = |p: &Tensor, q: &Tensor| row_kl(p, q).double_value(&[0]);
+        assert!((kl(&p, &q) - 0.657205).abs() < 1e-6, "{}", kl(&p, &q)); // TRL 0.11.4, kl_penalty = full
+        assert!((kl(&q, &p) - kl(&p, &q)).abs() > 1e-2);
+        assert_eq!(kl(&p, &p), 0.0);
     }
 
     #[test]
     fn a_gpu_holds_as_many_logits_at_once_as_its_memory_allows_whoever_reports_it() {
         let most = LogitsUse::MOST.copies();
-        let of = |bytes: u64| logits_chunk(Device::Cuda(0), Some(bytes as usize), most).ilog2();
+        let chunk_power = |bytes: u64| logits_chunk(Device::Cuda(0), Some(bytes as usize), most).ilog2();
         assert_eq!(logits_chunk(Device::Cpu, Some(1 << 40), most), 1 << 23);
         assert_eq!(logits_chunk(Device::Cuda(0), None, most), 1 << 24);
         // 80 GB / (11 * 10 * 4 B) = 1.8e8 logits: 2^27 = 1.3e8.
         assert_eq!(
-            [8, 16, 24, 40, 48, 80, 141, 192].map(|gb| of(gb * 1_000_000_000)),
+            [8, 16, 24, 40, 48, 80, 141, 192].map(|gb| chunk_power(gb * 1_000_000_000)),
             [24, 25, 25, 26, 26, 27, 28, 28]
         );
         // The H100 of 80 GB: 81,559 MiB by nvidia-smi, 79.1 GiB by CUDA.
-        assert_eq!([of(81_559 << 20), of(81_000 << 20)], [27, 27]);
+        assert_eq!([chunk_power(81_559 << 20), chunk_power(81_000 << 20)], [27, 27]);
         // No use takes more than an eleventh of any card of 8 GB or more, and the usual one less than half of that.
         for gb in [8u64, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192] {
             let bytes = gb * 1_000_000_000;
-            let taken = |copies: usize| (4 * copies as u64) << of(bytes);
+            let taken = |copies: usize| (4 * copies as u64) << chunk_power(bytes);
             assert!(taken(most) <= bytes / 11 && taken(LogitsUse::default().copies()) <= bytes / 22, "{gb} GB");
-            let of_two = logits_chunk(Device::Cuda(0), Some(bytes as usize), LogitsUse::DIVERGENCE) as u64;
-            assert!(of_two * 4 * LogitsUse::DIVERGENCE as u64 <= bytes / 10, "{gb} GB");
+            let divergence_chunk = logits_chunk(Device::Cuda(0), Some(bytes as usize), LogitsUse::DIVERGENCE) as u64;
+            assert!(divergence_chunk * 4 * LogitsUse::DIVERGENCE as u64 <= bytes / 10, "{gb} GB");
         }
     }
 
@@ -806,12 +807,12 @@ mod tests {
             squares: false,
             as_backward: false,
         };
-        let found = head.logprobs_of(&hidden, &targets);
+        let found = head.token_logprobs(&hidden, &targets);
         let all = (head.forward(&hidden).to_kind(Kind::Double) / 0.7).log_softmax(-1, Kind::Double);
         let expected = all.gather(1, &targets.ids.unsqueeze(1), false).squeeze_dim(1);
         let largest = |x: &Tensor, y: &Tensor| (x - y).abs().max().double_value(&[]);
         assert!(largest(&found.logprobs, &expected) < 1e-5, "{}", largest(&found.logprobs, &expected));
-        let (entropy, expected) = (found.entropy.as_ref().unwrap(), entropy_of(&all));
+        let (entropy, expected) = (found.entropy.as_ref().unwrap(), row_entropy(&all));
         assert!(largest(entropy, &expected) < 1e-4, "{}", largest(entropy, &expected));
         let loss = |_: Range<i64>, now: &TokenLogprobs| now.logprobs.sum(Kind::Float);
         let (with_gradients, _) = head.logprobs_gradient(&hidden, &targets, loss);

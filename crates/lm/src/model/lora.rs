@@ -15,11 +15,11 @@ pub(super) const ENDS: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 /// Suffix of the name of DoRA's magnitudes, as PEFT stores them.
 pub(super) const MAGNITUDE: &str = "lora_magnitude_vector";
 
-/// Names of classifiers' heads, which are trained in full and saved with the adapter: PEFT's two, and that of encoder-decoders.
+/// Names of classifiers' heads, which are trained in full and saved with the adapter: PEFT's two, and the one in encoder-decoders.
 pub(super) const HEADS: [&str; 3] = ["classifier", "score", "classification_head"];
 
-/// The names of classifiers' heads in the file of an adapter: PEFT's, and the model's own where PEFT does not know it.
-pub(super) fn heads_of(family: &Family) -> &'static [&'static str] {
+/// The names of classifiers' heads in an adapter's file: PEFT's, and for encoder-decoders also the model's own, which PEFT does not know.
+pub(super) fn peft_heads(family: &Family) -> &'static [&'static str] {
     const ALL: &[&str] = &HEADS;
     if family.names.encoder.is_some() { ALL } else { &ALL[..2] }
 }
@@ -53,13 +53,13 @@ pub(super) fn is_in_module(name: &str, modules: &[impl AsRef<str>]) -> bool {
     parents.any(|parent| modules.iter().any(|module| parent.ends_with(module.as_ref())))
 }
 
-/// Whether the tensor or layer `name` is part of one of the modules `modules`, by its name in the files of a model or by that in PEFT's.
+/// Whether the tensor or layer `name` is part of one of the modules `modules`, by its name in a model's files or in PEFT's files.
 pub(super) fn is_in_saved_module(names: &Names, name: &str, modules: &[impl AsRef<str>]) -> bool {
     is_in_module(name, modules) || is_in_module(&names.in_peft(name), modules)
 }
 
-/// Whether the tensor or layer is part of a head that is trained in full, which gets no adapter. The ends of the names of modules count, as
-/// for all modules that PEFT saves: DistilBERT's `pre_classifier` is part of the head too.
+/// Whether the tensor or layer is part of a head that is trained in full, which gets no adapter. As for all modules that PEFT saves, the end of
+/// a module's name decides: DistilBERT's `pre_classifier` is part of the head too.
 pub(super) fn is_in_head(name: &str) -> bool {
     is_in_module(name, &HEADS) || HEADS.iter().any(|head| name.ends_with(head))
 }
@@ -101,11 +101,11 @@ impl Magnitude {
         &self.weight
     }
 
-    /// The trained norms divided by the norms that A, B and W have in these `versions`, `[out]`. The latter are constants in the
-    /// backward pass (section 4.3 of the paper), and are computed again by `norms` only after an optimizer step.
+    /// The trained norms divided by the norms of W + `scale * B A` for A, B and W in these `versions`, `[out]`. The latter norms are constants
+    /// in the backward pass (section 4.3 of the paper); `norms` computes them again only after an optimizer step.
     pub(super) fn factor(&self, versions: [i64; 3], norms: impl FnOnce() -> Tensor) -> Tensor {
         let mut known = self.norms.borrow_mut();
-        if known.as_ref().is_none_or(|(of, _)| *of != versions) {
+        if known.as_ref().is_none_or(|(computed_from, _)| *computed_from != versions) {
             *known = Some((versions, tch::no_grad(norms)));
         }
         let (_, norms) = known.as_ref().expect("it was just computed");
@@ -184,7 +184,7 @@ impl Dropout {
         Self { share: rows.share, streams, lens: lens.to_vec() }
     }
 
-    /// Dropout with the same streams for other tokens of the same rows: those of an encoder.
+    /// Dropout with the same streams for other tokens of the same rows: an encoder's tokens.
     pub(super) fn over(&self, lens: &[i64]) -> Self {
         Self { share: self.share, streams: self.streams.clone(), lens: lens.to_vec() }
     }

@@ -1,7 +1,7 @@
 //! The settings of low-rank adapters: their flags, the layers that they select, and their form in PEFT's files.
 
 use super::families::FAMILIES;
-use super::lora::{HEADS, LayerSize, heads_of, is_in_module, is_in_saved_module};
+use super::lora::{HEADS, LayerSize, is_in_module, is_in_saved_module, peft_heads};
 use super::shape::Family;
 use regex::Regex;
 use rlhf_base::name_of;
@@ -74,7 +74,7 @@ impl LoraConfig {
         };
         let number = |x: f64| if x.fract() == 0.0 { json!(x as i64) } else { json!(x) };
         let saved = self.modules_to_save.iter().map(String::as_str).filter(|name| !HEADS.contains(name));
-        let heads: &[&str] = if classifier { heads_of(family) } else { &[] };
+        let heads: &[&str] = if classifier { peft_heads(family) } else { &[] };
         let saved: Vec<&str> =
             saved.map(|name| family.names.saved_in_peft(name)).chain(heads.iter().copied()).collect();
         let ranks: Map<String, Value> = self.rank_pattern.iter().map(|(name, r)| (name.clone(), json!(r))).collect();
@@ -105,8 +105,8 @@ impl LoraConfig {
     /// # Errors
     /// If a target or a pattern matches none of them; if a rank is 0; if a layer would be adapted and trained in full.
     pub(super) fn choose(&self, family: &Family, layers: &[String]) -> Result<Vec<Option<LayerSize>>> {
-        let own = || family.names.lora_targets.iter().map(ToString::to_string).collect();
-        let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(own);
+        let family_targets = || family.names.lora_targets.iter().map(ToString::to_string).collect();
+        let targets: Vec<String> = self.target_modules.clone().unwrap_or_else(family_targets);
         let unknown = |target: &&String| !layers.iter().any(|layer| is_named(layer, target));
         if let Some(target) = targets.iter().find(|target| !is_all_linear(&targets) && unknown(target)) {
             return Err(Error::refused(
@@ -122,8 +122,8 @@ impl LoraConfig {
             self.check_saved(layer)?;
         }
         let sizes = self.sizes()?;
-        let index_of = |layer: &str| layer_of(layer).map(|(_, index)| index);
-        let chosen: Vec<bool> = layers.iter().map(|layer| self.targets(layer, &targets, index_of)).collect();
+        let layer_index = |layer: &str| stack_list(layer).map(|(_, index)| index);
+        let chosen: Vec<bool> = layers.iter().map(|layer| self.targets(layer, &targets, layer_index)).collect();
         let adapted = || layers.iter().zip(&chosen).filter_map(|(layer, chosen)| chosen.then_some(layer.as_str()));
         if adapted().next().is_none() {
             let message = "the settings of LoRA select no layer: lora_target_modules matches only layers that \
@@ -131,16 +131,16 @@ impl LoraConfig {
             return Err(Error::Usage(message.into()));
         }
         sizes.check(adapted)?;
-        Ok(layers.iter().zip(&chosen).map(|(layer, chosen)| chosen.then(|| sizes.of(layer))).collect())
+        Ok(layers.iter().zip(&chosen).map(|(layer, chosen)| chosen.then(|| sizes.size(layer))).collect())
     }
 
-    /// Whether the linear layer gets an adapter, if `targets` are its targets and `index_of` returns the index that `layers_to_transform`
+    /// Whether the linear layer gets an adapter, if `targets` are its targets and `layer_index` returns the index that `layers_to_transform`
     /// counts.
-    pub(super) fn targets(&self, layer: &str, targets: &[String], index_of: impl Fn(&str) -> Option<usize>) -> bool {
+    pub(super) fn targets(&self, layer: &str, targets: &[String], layer_index: impl Fn(&str) -> Option<usize>) -> bool {
         let is_excluded = || self.exclude_modules.iter().any(|name| is_named(layer, name));
         let is_target = || is_all_linear(targets) || targets.iter().any(|target| is_named(layer, target));
         let is_whole = || targets.iter().any(|target| target == layer);
-        let at = || index_of(layer).is_some_and(|index| self.layers_to_transform.contains(&index));
+        let at = || layer_index(layer).is_some_and(|index| self.layers_to_transform.contains(&index));
         let in_layers = || self.layers_to_transform.is_empty() || is_whole() || at();
         !self.is_saved(layer) && !is_excluded() && is_target() && in_layers()
     }
@@ -150,14 +150,14 @@ impl LoraConfig {
         is_in_module(&format!("{layer}.weight"), &self.modules_to_save)
     }
 
-    /// Checks that PEFT gives no adapter to a layer that is trained in full: there a module must be named by whole parts.
+    /// Checks that PEFT gives no adapter to a layer that is trained in full: PEFT matches such modules by whole parts of a name.
     fn check_saved(&self, layer: &str) -> Result<()> {
         let dotted = format!(".{layer}.");
         if self.modules_to_save.iter().any(|module| dotted.contains(&format!(".{module}."))) {
             return Ok(());
         }
-        let of_layer = |module: &&String| is_in_module(&format!("{layer}.weight"), std::slice::from_ref(*module));
-        let module = self.modules_to_save.iter().find(of_layer).map_or("", String::as_str);
+        let holds_layer = |module: &&String| is_in_module(&format!("{layer}.weight"), std::slice::from_ref(*module));
+        let module = self.modules_to_save.iter().find(holds_layer).map_or("", String::as_str);
         Err(Error::refused(
             "lora_modules_to_save",
             format!(
@@ -187,10 +187,10 @@ impl LoraConfig {
         })
     }
 
-    /// The names among `params` of the parameters that are trained in full, those of `modules_to_save`.
+    /// The names among `params` of the parameters that are trained in full: the parameters of `modules_to_save`.
     ///
     /// # Errors
-    /// If a module matches none of them. A classifier's adapter lists all heads, of which a model has one.
+    /// If a module matches no parameter, except a head: a classifier's adapter lists all heads, of which a model has one.
     pub(super) fn saved_params<'p>(
         &self,
         family: &Family,
@@ -199,11 +199,11 @@ impl LoraConfig {
     ) -> Result<Vec<String>> {
         let params: Vec<&str> = params.collect();
         let names = &family.names;
-        let is_found =
+        let matches_param =
             |module: &String| params.iter().any(|name| is_in_saved_module(names, name, std::slice::from_ref(module)));
         let is_head = |module: &str| classifier && HEADS.contains(&module);
         let mut modules = self.modules_to_save.iter();
-        if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || is_found(module))) {
+        if let Some(module) = modules.find(|module| module.is_empty() || !(is_head(module) || matches_param(module))) {
             let modules = params.iter().filter_map(|name| Some(name.rsplit_once('.')?.0));
             return Err(Error::refused(
                 "lora_modules_to_save",
@@ -246,9 +246,9 @@ pub(super) struct LayerSizes {
 }
 
 impl LayerSizes {
-    pub(super) fn of(&self, layer: &str) -> LayerSize {
-        let r = self.ranks.of(layer).unwrap_or(self.r);
-        let alpha = self.alphas.of(layer).unwrap_or(self.alpha);
+    pub(super) fn size(&self, layer: &str) -> LayerSize {
+        let r = self.ranks.get(layer).unwrap_or(self.r);
+        let alpha = self.alphas.get(layer).unwrap_or(self.alpha);
         LayerSize { r, scale: alpha / if self.use_rslora { (r as f64).sqrt() } else { r as f64 } }
     }
 
@@ -266,23 +266,23 @@ impl LayerSizes {
     }
 }
 
-/// Values of layers by regular expressions of the ends of their names, with the text of each; the first match counts.
+/// Values of layers by regular expressions for the ends of their names, with the text of each expression; the first match counts.
 #[derive(Debug)]
 struct Patterns<T>(Vec<(String, Regex, T)>);
 
 impl<T: Copy> Patterns<T> {
     fn new(name: &str, values: &[(String, T)]) -> Result<Self> {
-        let of = |(text, value): &(String, T)| {
+        let compile = |(text, value): &(String, T)| {
             let regex = Regex::new(&format!(r"^(?:.*\.)?(?:{text})$")).map_err(|_| {
                 let expected = "expected regular expressions of names, without look-around";
                 Error::refused(name, format!(": {expected}, found `{}`", brief(text)))
             })?;
             Ok((text.clone(), regex, *value))
         };
-        values.iter().map(of).collect::<Result<_>>().map(Self)
+        values.iter().map(compile).collect::<Result<_>>().map(Self)
     }
 
-    fn of(&self, layer: &str) -> Option<T> {
+    fn get(&self, layer: &str) -> Option<T> {
         self.0.iter().find(|(_, regex, _)| regex.is_match(layer)).map(|(_, _, value)| *value)
     }
 
@@ -382,25 +382,25 @@ pub(super) fn is_named(layer: &str, target: &str) -> bool {
     layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
-/// The name of the list of layers that a layer of the stack is in, as `layers` or `h`, and its index: the first number among the
+/// The name of the list that a layer of the stack is in, such as `layers` or `h`, and the layer's index: the first number among the
 /// parts of its name.
-fn layer_of(name: &str) -> Option<(&str, usize)> {
-    lists_of(name).first().copied()
+fn stack_list(name: &str) -> Option<(&str, usize)> {
+    layer_lists(name).first().copied()
 }
 
-/// The names of the lists that a layer is in, the outermost first, and its index in each: the numbers among the parts of its name.
-pub(super) fn lists_of(name: &str) -> Vec<(&str, usize)> {
+/// The names of the lists that a layer is in, the outermost first, with the layer's index in each: the numbers among the parts of its name.
+pub(super) fn layer_lists(name: &str) -> Vec<(&str, usize)> {
     let parts: Vec<&str> = name.split('.').collect();
     let at = |at: usize| Some((parts[at - 1], parts[at].parse().ok()?));
     (2..parts.len().saturating_sub(1)).filter_map(at).collect()
 }
 
-/// The index of a layer that `layers_to_transform` counts in a file of PEFT: the last number in its name, or the last behind the first name
-/// of `lists` that has one.
-pub(super) fn pefts_index(name: &str, lists: &[String]) -> Option<usize> {
-    let found = lists_of(name);
+/// The index of a layer that `layers_to_transform` counts in a PEFT file: the last number in the layer's name, or with `lists` the last number
+/// after the first of these names that has one.
+pub(super) fn peft_index(name: &str, lists: &[String]) -> Option<usize> {
+    let containing = layer_lists(name);
     let last = |list: Option<&String>| {
-        found.iter().rev().find(|(of, _)| list.is_none_or(|list| list == of)).map(|(_, index)| *index)
+        containing.iter().rev().find(|(name, _)| list.is_none_or(|list| list == name)).map(|(_, index)| *index)
     };
     if lists.is_empty() { last(None) } else { lists.iter().find_map(|list| last(Some(list))) }
 }
@@ -417,22 +417,22 @@ mod tests {
 
     #[test]
     fn the_index_of_a_layer_is_the_first_number_in_its_name() {
-        assert_eq!(layer_of("model.layers.11.self_attn.q_proj"), Some(("layers", 11)));
-        assert_eq!(layer_of("transformer.h.0.attn.c_attn"), Some(("h", 0)));
-        assert_eq!(layer_of("bert.encoder.layer.3.output.dense"), Some(("layer", 3)));
-        assert_eq!(layer_of("lm_head"), None);
+        assert_eq!(stack_list("model.layers.11.self_attn.q_proj"), Some(("layers", 11)));
+        assert_eq!(stack_list("transformer.h.0.attn.c_attn"), Some(("h", 0)));
+        assert_eq!(stack_list("bert.encoder.layer.3.output.dense"), Some(("layer", 3)));
+        assert_eq!(stack_list("lm_head"), None);
     }
 
     #[test]
     fn the_index_in_a_file_of_peft_is_the_last_number_or_that_behind_a_named_list() {
         let index = |name: &str, lists: &[&str]| {
             let lists: Vec<String> = lists.iter().map(ToString::to_string).collect();
-            pefts_index(name, &lists)
+            peft_index(name, &lists)
         };
-        let of_t5 = "decoder.block.3.layer.1.EncDecAttention.q";
-        assert_eq!((index(of_t5, &[]), layer_of(of_t5)), (Some(1), Some(("block", 3))));
-        assert_eq!((index(of_t5, &["block"]), index(of_t5, &["layers", "layer"])), (Some(3), Some(1)));
-        assert_eq!((index(of_t5, &["h"]), index("lm_head", &[])), (None, None));
+        let t5_layer = "decoder.block.3.layer.1.EncDecAttention.q";
+        assert_eq!((index(t5_layer, &[]), stack_list(t5_layer)), (Some(1), Some(("block", 3))));
+        assert_eq!((index(t5_layer, &["block"]), index(t5_layer, &["layers", "layer"])), (Some(3), Some(1)));
+        assert_eq!((index(t5_layer, &["h"]), index("lm_head", &[])), (None, None));
         assert_eq!(index("model.layers.11.self_attn.q_proj", &[]), Some(11));
     }
 
@@ -447,7 +447,7 @@ mod tests {
             ..LoraConfig::default()
         };
         let sizes = config.sizes().unwrap();
-        let size = |name: &str| sizes.of(&format!("model.layers.{name}_proj"));
+        let size = |name: &str| sizes.size(&format!("model.layers.{name}_proj"));
         assert_eq!(size("1.self_attn.q"), LayerSize { r: 2, scale: 8.0 / 2f64.sqrt() });
         assert_eq!(size("0.self_attn.q"), LayerSize { r: 16, scale: 8.0 });
         assert_eq!(size("11.self_attn.q"), LayerSize { r: 16, scale: 2.0 }); // `1.self...` must start a part

@@ -83,7 +83,7 @@ impl Convolution {
         weight.select(2, self.kernel() - 1 - back).squeeze_dim(1)
     }
 
-    /// The convolution of packed sequences `x` `[N, width]`, in f32; `positions` `[N]` are those in the sequences.
+    /// The convolution of packed sequences `x` `[N, width]`, in f32; `positions` `[N]` are positions in the sequences.
     fn forward(&self, x: &Tensor, positions: &Tensor) -> Tensor {
         let (x, weight, tokens) = (x.to_kind(Kind::Float), self.weight.to_kind(Kind::Float), x.size()[0]);
         let mut sum = &x * self.tap(&weight, 0);
@@ -96,7 +96,7 @@ impl Convolution {
     }
 
     /// The convolution of the last tokens of each row, `state` `[rows, kernel, width]`, in f32.
-    fn of_state(&self, state: &Tensor) -> Tensor {
+    fn apply_to_state(&self, state: &Tensor) -> Tensor {
         let weight = self.weight.to_kind(Kind::Float).squeeze_dim(1).tr().unsqueeze(0);
         self.with_bias((state.to_kind(Kind::Float) * weight).sum_dim_intlist([1i64].as_slice(), false, Kind::Float))
     }
@@ -109,7 +109,7 @@ impl Convolution {
     }
 }
 
-/// The last `kernel` tokens of each of the packed sequences `x` `[N, width]`, oldest first, after those of `start`, or else after zeros:
+/// The last `kernel` tokens of each of the packed sequences `x` `[N, width]`, oldest first, after the tokens of `start`, or else after zeros:
 /// `[rows, kernel, width]`.
 fn last_tokens(x: &Tensor, lens: &[i64], kernel: i64, start: Option<&State>) -> Tensor {
     let rows = lens.iter().scan(0, |end, &len| {
@@ -117,13 +117,13 @@ fn last_tokens(x: &Tensor, lens: &[i64], kernel: i64, start: Option<&State>) -> 
         Some((*end, len))
     });
     let last = rows.enumerate().map(|(row, (end, len))| {
-        let own = x.narrow(0, end - len.min(kernel), len.min(kernel));
+        let last = x.narrow(0, end - len.min(kernel), len.min(kernel));
         match start {
-            _ if len >= kernel => own,
-            None => own.constant_pad_nd([0, 0, kernel - len, 0]),
+            _ if len >= kernel => last,
+            None => last.constant_pad_nd([0, 0, kernel - len, 0]),
             Some(state) => {
                 let before = state.conv.get(row as i64).narrow(0, len, kernel - len);
-                Tensor::cat(&[before.to_kind(own.kind()), own], 0)
+                Tensor::cat(&[before.to_kind(last.kind()), last], 0)
             }
         }
     });
@@ -228,7 +228,7 @@ impl Mixer {
     }
 
     /// Computes [`Mixer::forward`] for one more token of each row and updates the states. A row that is not `active` keeps its state, and its
-    /// output is that of the last token in the state.
+    /// output is the output of the last token in the state.
     pub(super) fn step(&self, x: &Tensor, state: &mut State, active: Option<&Tensor>) -> Tensor {
         let Projected { convolved, gates, rates } = self.project(x, None);
         let kernel = self.conv.kernel();
@@ -239,7 +239,7 @@ impl Mixer {
             None => moved,
         };
         state.conv.copy_(&moved);
-        let mixed = self.conv.of_state(&state.conv);
+        let mixed = self.conv.apply_to_state(&state.conv);
         let (Some(rule), Some([strengths, decays]), Some(memory)) = (&self.rule, &rates, &mut state.memory) else {
             return self.gate(&mixed, &gates);
         };
@@ -260,7 +260,7 @@ impl Mixer {
     pub(super) fn append(&self, x: &Tensor, state: &mut State, appended: &AppendedRows) -> Tensor {
         let Projected { convolved, gates, rates } = self.project(x, None);
         let AppendedRows { rows, counts } = appended;
-        let start = state.of_rows(rows);
+        let start = state.select_rows(rows);
         let positions: Vec<i64> = counts.iter().flat_map(|&count| 0..count).collect();
         let positions = on_device(&positions, x.device());
         let mut starts = vec![0];
@@ -315,7 +315,7 @@ impl Mixer {
         (mixed, Some(memory))
     }
 
-    /// The convolution of packed sequences that continue those of `start`.
+    /// The convolution of packed sequences that continue the ones of `start`.
     fn continued(&self, x: &Tensor, lens: &[i64], start: &State) -> Tensor {
         let kernel = self.conv.kernel();
         let rows = x.split_with_sizes(lens, 0).into_iter().enumerate().map(|(row, tokens)| {
@@ -400,14 +400,14 @@ impl Rule {
     }
 }
 
-/// Places of packed tokens in rows that are filled with zeros to one length.
+/// Places of packed tokens in rows that are padded with zeros to one length.
 struct Slots {
     rows: i64,
     width: i64,
-    /// Token of each slot; that of a slot without one is the one after the last.
-    of_slots: Tensor,
+    /// Token of each slot; a slot without a token has the index after the last token.
+    slot_tokens: Tensor,
     /// Slot of each token.
-    of_tokens: Tensor,
+    token_slots: Tensor,
     /// Number of tokens that belong to no row.
     unused: i64,
 }
@@ -415,14 +415,14 @@ struct Slots {
 impl Slots {
     fn new(lens: &[i64], tokens: i64, device: tch::Device) -> Self {
         let (rows, width) = (lens.len() as i64, lens.iter().copied().max().unwrap_or(0));
-        let (mut of_slots, mut of_tokens, mut next) = (Vec::new(), Vec::new(), 0);
+        let (mut slot_tokens, mut token_slots, mut next) = (Vec::new(), Vec::new(), 0);
         for (row, &len) in lens.iter().enumerate() {
-            of_slots.extend((0..width).map(|at| if at < len { next + at } else { tokens }));
-            of_tokens.extend((0..len).map(|at| row as i64 * width + at));
+            slot_tokens.extend((0..width).map(|at| if at < len { next + at } else { tokens }));
+            token_slots.extend((0..len).map(|at| row as i64 * width + at));
             next += len;
         }
-        let (of_slots, of_tokens) = (on_device(&of_slots, device), on_device(&of_tokens, device));
-        Self { rows, width, of_slots, of_tokens, unused: tokens - next }
+        let (slot_tokens, token_slots) = (on_device(&slot_tokens, device), on_device(&token_slots, device));
+        Self { rows, width, slot_tokens, token_slots, unused: tokens - next }
     }
 
     /// Converts packed `[N, ...]` to `[rows, width, ...]`.
@@ -432,12 +432,12 @@ impl Slots {
         one[0] = 1;
         shape.splice(0..1, [self.rows, self.width]);
         let with_zero = Tensor::cat(&[packed, &Tensor::zeros(&one, (packed.kind(), packed.device()))], 0);
-        with_zero.index_select(0, &self.of_slots).view(shape.as_slice())
+        with_zero.index_select(0, &self.slot_tokens).view(shape.as_slice())
     }
 
     /// Converts `[rows, width, columns]` to packed `[N, columns]`.
     fn unpad(&self, padded: &Tensor) -> Tensor {
-        let packed = padded.flatten(0, 1).index_select(0, &self.of_tokens);
+        let packed = padded.flatten(0, 1).index_select(0, &self.token_slots);
         if self.unused == 0 { packed } else { packed.constant_pad_nd([0, 0, 0, self.unused]) }
     }
 }

@@ -31,7 +31,7 @@ pub struct GatedDelta {
 }
 
 impl GatedDelta {
-    /// Width of all queries, which is that of all keys.
+    /// Width of all queries, equal to the width of all keys.
     pub(super) fn keys(&self) -> i64 {
         self.key_heads * self.key_dim
     }
@@ -124,7 +124,7 @@ impl Mixing {
         }
     }
 
-    /// Heads of the state of one sequence, width of their keys and of their values; `None`: there is only that of the convolution.
+    /// Heads of the state of one sequence, width of their keys and of their values; `None`: there is only the convolution's state.
     pub(super) fn memory(&self) -> Option<[i64; 3]> {
         match self {
             Self::ShortConv { .. } => None,
@@ -169,7 +169,7 @@ impl Mixing {
         }
     }
 
-    /// Bytes in use at once in a layer's backward pass, beside those of [`Mixing::stored_bytes`].
+    /// Bytes in use at once in a layer's backward pass, in addition to [`Mixing::stored_bytes`].
     pub(super) fn working_bytes(&self, hidden_size: i64, pass: MixedPass) -> f64 {
         let (m, kind) = (pass.mixed(), pass.kind);
         match self {

@@ -1,4 +1,4 @@
-//! The MLP of a layer: one for all tokens, or several experts, of which each token goes through a few.
+//! The MLP of a layer: one for all tokens, or several experts; each token goes through a few of them.
 
 use super::gates::{gated, gated_halves};
 use super::linear::{Linear, LinearShape};
@@ -28,7 +28,7 @@ pub(super) struct Dense {
     fused: bool,
 }
 
-/// Experts: each token goes through those that the router prefers, and their results are added by their weights.
+/// Experts: each token goes through the ones with the highest router scores; their results are added by their weights.
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Linear,
@@ -40,7 +40,7 @@ pub(super) struct Experts {
     bias: Option<Tensor>,
     /// Whether the weights of the chosen experts are divided by their sum.
     normalized: bool,
-    /// An MLP that all tokens go through beside them, and the gate of its output.
+    /// An MLP that all tokens go through in addition, and the gate of its output.
     shared: Option<Box<(Dense, Linear)>>,
 }
 
@@ -62,16 +62,16 @@ impl Mlp {
     ) -> Result<Self> {
         let at = |name: &str| format!("{}.{i}.{name}", names.layers);
         let stds = [shape.initializer_range, residual_std];
-        if let (Some(experts), Some(found)) = (&shape.experts, &names.experts)
+        if let (Some(experts), Some(expert_names)) = (&shape.experts, &names.experts)
             && experts.layers[i]
-            && !found.are_beside()
+            && !expert_names.are_parallel()
         {
             if let Some(gate) = experts.clamped {
                 let with = (experts, gate);
-                let stacked = StackedExperts::build(found, at, shape.hidden_size, with, (b, compute), stds[0])?;
+                let stacked = StackedExperts::build(expert_names, at, shape.hidden_size, with, (b, compute), stds[0])?;
                 return Ok(Self::Stacked(stacked));
             }
-            return Experts::build(found, &at, (shape, experts), (b, compute), stds).map(Self::Experts);
+            return Experts::build(expert_names, &at, (shape, experts), (b, compute), stds).map(Self::Experts);
         }
         let sizes = Sizes { inner: shape.layer_shape(i).intermediate_size, stds };
         Ok(Self::Dense(Dense::build(&names.mlp_in, names.mlp_out, at, shape, (b, compute), sizes)?))
@@ -159,8 +159,8 @@ impl Dense {
         let inputs = parts.into_iter().map(|(name, width)| linear(name, hidden, width, sizes.stds[0], compute));
         let inputs = inputs.collect::<Result<_>>()?;
         // As in transformers, which keeps T5's `wo` in f32.
-        let of_out = if shape.wide_mlp_out && compute == Kind::Half { Kind::Float } else { compute };
-        let out = linear(name_out, inner, hidden, sizes.stds[1], of_out)?;
+        let out_compute = if shape.wide_mlp_out && compute == Kind::Half { Kind::Float } else { compute };
+        let out = linear(name_out, inner, hidden, sizes.stds[1], out_compute)?;
         Ok(Self { inputs, out, activation: shape.activation, fused: matches!(names_in, MlpIn::GatedFused(_)) })
     }
 
@@ -213,9 +213,9 @@ impl Experts {
         let all = (0..experts.count).map(build).collect::<Result<_>>()?;
         let shared = match (shared, experts.shared) {
             (Some([mlp, gate_name]), Some(inner)) => {
-                let of_mlp = |name: &str| at(&format!("{mlp}.{name}"));
+                let shared_at = |name: &str| at(&format!("{mlp}.{name}"));
                 let sizes = Sizes { inner, stds };
-                let dense = Dense::build(&MlpIn::Gated(inputs), out, of_mlp, shape, (&mut *b, compute), sizes)?;
+                let dense = Dense::build(&MlpIn::Gated(inputs), out, shared_at, shape, (&mut *b, compute), sizes)?;
                 Some(Box::new((dense, Linear::build(b, &at(gate_name), gate(1), compute)?)))
             }
             _ => None,

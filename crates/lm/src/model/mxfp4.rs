@@ -10,26 +10,26 @@ const ENDS: [&str; 2] = ["_blocks", "_scales"];
 /// The values of the codes.
 const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// Exponents are stored plus this.
+/// Added to exponents when they are stored.
 const BIAS: i64 = 127;
 
 /// Bytes of a block, with two codes each.
 const BLOCK: i64 = 16;
 
 /// The names of the codes and exponents of the weight `name`.
-pub(super) fn parts_of(name: &str) -> [String; 2] {
+pub(super) fn part_names(name: &str) -> [String; 2] {
     ENDS.map(|end| format!("{name}{end}"))
 }
 
 /// Whether the checkpoint has the codes of the weight `name`.
 pub(super) fn is_in(checkpoint: &Checkpoint, name: &str) -> bool {
-    let [blocks, scales] = parts_of(name);
+    let [blocks, scales] = part_names(name);
     checkpoint.holds_codes(&blocks) && checkpoint.holds_codes(&scales)
 }
 
 /// The shape `[experts, in, out]` of the weight `name`, of which the checkpoint has codes `[experts, out, blocks, 16]`.
 pub(super) fn shape_of(checkpoint: &Checkpoint, name: &str) -> Option<Vec<i64>> {
-    let [blocks, scales] = parts_of(name).map(|name| checkpoint.shape(&name));
+    let [blocks, scales] = part_names(name).map(|name| checkpoint.shape(&name));
     match blocks?.as_slice() {
         &[experts, width_out, count, BLOCK] if scales? == [experts, width_out, count] => {
             Some(vec![experts, count.checked_mul(2 * BLOCK)?, width_out])
@@ -43,13 +43,13 @@ pub(super) fn shape_of(checkpoint: &Checkpoint, name: &str) -> Option<Vec<i64>> 
 /// # Errors
 /// If the files cannot be read; if a number is not finite.
 pub(super) fn read(checkpoint: &Checkpoint, name: &str, shape: &[i64], to: (Device, Kind)) -> Result<Tensor> {
-    let [codes, exponents] = parts_of(name);
+    let [codes, exponents] = part_names(name);
     let [codes, exponents] =
         [checkpoint.read_stored(&codes, Device::Cpu)?, checkpoint.read_stored(&exponents, Device::Cpu)?];
     let &[experts, width_in, width_out] = shape else { unreachable!("the shape was compared") };
     let whole = Tensor::f_empty(shape, (to.1, to.0))?;
     let table = Tensor::from_slice(&VALUES);
-    // Of one expert at a time: the values in f32 take eight times the memory of the codes.
+    // One expert at a time: the values in f32 take eight times the memory of the codes.
     for expert in 0..experts {
         let codes = codes.get(expert).to_kind(Kind::Uint8).view([-1]);
         let both = Tensor::stack(&[codes.bitwise_and(15), codes.bitwise_right_shift_tensor_scalar(4)], -1);
@@ -59,7 +59,7 @@ pub(super) fn read(checkpoint: &Checkpoint, name: &str, shape: &[i64], to: (Devi
         let scaled = scaled.to_kind(to.1);
         if let Some(number) = not_finite(&scaled) {
             let message = format!("tensor `{}`: expected finite numbers, found {number}", brief(name));
-            return Err(Error::invalid(checkpoint.path_of(&parts_of(name)[1]), message));
+            return Err(Error::invalid(checkpoint.path_of(&part_names(name)[1]), message));
         }
         whole.get(expert).copy_(&scaled.tr());
     }

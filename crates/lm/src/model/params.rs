@@ -15,10 +15,10 @@ use tch::{Device, Kind, Tensor};
 pub struct Param {
     /// Its name in the checkpoint, which is the Hugging Face name.
     pub name: String,
-    /// The tensor, in the dtype that it is held in; shares memory with the model. A quantized weight is its codes, and has the tensors
-    /// beside it as further parameters.
+    /// The tensor, in the dtype that it is held in; shares memory with the model. For a quantized weight these are the codes; the tensors
+    /// stored with them are further parameters.
     pub tensor: Tensor,
-    /// Whether weight decay applies. It does not apply to norms and biases, those of attention by distance among them, as in transformers.
+    /// Whether weight decay applies. As in transformers, it does not apply to norms and biases, including biases of attention by distance.
     pub decay: bool,
     /// Whether it is an embedding, whose rows are looked up: of tokens, positions or distances.
     pub embedding: bool,
@@ -27,12 +27,12 @@ pub struct Param {
 }
 
 impl Param {
-    /// Number of values: of a quantized weight those that its codes stand for.
+    /// Number of values; for a quantized weight, the number of values that its codes stand for.
     pub fn numel(&self) -> usize {
         let numel = self.tensor.numel();
         match self.tensor.kind() {
             _ if is_beside_codes(&self.name) => 0,
-            // Two to a byte. An odd number of values is counted with the one that fills the last byte.
+            // Two values per byte. For an odd number of values, the padding of the last byte is counted too.
             Kind::Uint8 => 2 * numel,
             _ => numel,
         }
@@ -50,7 +50,7 @@ pub enum Init {
     Zeros,
     Ones,
     Normal(f64),
-    /// Logarithms of numbers that are uniform between two.
+    /// Logarithms of uniform random numbers between two bounds.
     LogUniform([f64; 2]),
 }
 
@@ -62,15 +62,15 @@ pub enum Source<'a> {
     Fresh(u64),
     /// The memory of another model of the same shape.
     Shared(&'a [Param]),
-    /// None: the tensors have shapes and this dtype, and no memory of their own.
+    /// No values: the tensors have only shapes and this dtype, and take no memory.
     Shapes(Kind),
 }
 
 /// Prefix of the base model's tensor names in DeepSpeed-Chat's reward models.
 pub(crate) const DEEPSPEED_CHAT: &str = "rwtransformer.";
 
-/// Prefixes of the language model's tensor names in models for text and images, in transformers 5's order of modules and in the one before,
-/// and prefixes of the other parts'.
+/// Prefixes of the language model's tensor names in models for text and images, in transformers 5's order of modules and in the older one,
+/// and prefixes of the tensor names of the other parts.
 const TEXT_PARTS: [&str; 2] = ["model.language_model.", "language_model.model."];
 const OTHER_PARTS: [&str; 7] = [
     "vision_tower.",
@@ -85,7 +85,7 @@ const OTHER_PARTS: [&str; 7] = [
 /// Prefix of the names of the language model's head in the older order.
 const TEXT_HEAD: &str = "language_model.";
 
-/// Names of the weights of all experts of a layer in one tensor: those of gates and up projections, and those back.
+/// Names of the tensors with the weights of all experts of a layer: gates and up projections, and down projections.
 const FUSED: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 /// Number of random numbers drawn before they are copied into their tensor.
@@ -102,7 +102,7 @@ pub struct Builder<'a> {
     quantization: Option<Quantization>,
     /// Whether quantized weights of the checkpoint become plain.
     unpacks: bool,
-    /// Whether a tensor of the checkpoint was rounded to that dtype.
+    /// Whether a tensor of the checkpoint was rounded to the dtype in `hold`.
     rounded: bool,
     /// The checkpoint's prefix of names that start with `names.prefix` here.
     stored_prefix: &'static str,
@@ -118,12 +118,12 @@ pub struct Builder<'a> {
     mismatched: Vec<String>,
 }
 
-/// The prefixes that checkpoints have in place of the model's own, which is the last: it begins one of the others.
+/// The prefixes that checkpoints may have in place of the model's own. The model's own is tried last, since another one begins with it.
 fn prefixes(names: &Names) -> [&'static str; 4] {
     [TEXT_PARTS[0], TEXT_PARTS[1], DEEPSPEED_CHAT, names.prefix]
 }
 
-/// The name in the model of a tensor or a layer that a checkpoint calls `stored`, with any of the prefixes that are read.
+/// The model's name of a tensor or layer that a checkpoint calls `stored`, with any of the known prefixes.
 pub(crate) fn model_name(names: &Names, stored: &str) -> String {
     let rest = prefixes(names).into_iter().find_map(|prefix| stored.strip_prefix(prefix));
     format!("{}{}", names.prefix, rest.unwrap_or(stored))
@@ -184,11 +184,11 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are. So do those of a model
-    /// that is quantized already, whose plain layers were spared on purpose.
+    /// Sets the format that the weights of the next linear layers are quantized to; `None`: they stay as they are. The weights of a model
+    /// that is quantized already also stay as they are: its plain layers were left plain on purpose.
     pub fn quantize_to(&mut self, quantization: Option<Quantization>) {
         let is_quantized = || match self.source {
-            // Masks of older checkpoints are bytes too.
+            // The dtype alone does not tell: masks of older checkpoints are bytes too.
             Source::Checkpoint(checkpoint) => !checkpoint.coded_layers().is_empty(),
             Source::Shared(params) => params.iter().any(Param::is_quantized),
             Source::Fresh(_) | Source::Shapes(_) => false,
@@ -206,7 +206,7 @@ impl<'a> Builder<'a> {
         init: Init,
     ) -> Result<Option<Quantized>> {
         let name = format!("{base}.weight");
-        let found = match self.source {
+        let existing = match self.source {
             Source::Shared(params) => {
                 let find = |name: &str| params.iter().find(|param| param.name == name);
                 let mut part =
@@ -221,8 +221,8 @@ impl<'a> Builder<'a> {
             }
             Source::Fresh(_) | Source::Shapes(_) => None,
         };
-        let found = match (found, self.quantization.filter(|_| self.names.quantizes(base))) {
-            (Some(found), _) => found,
+        let weight = match (existing, self.quantization.filter(|_| self.names.quantizes(base))) {
+            (Some(existing), _) => existing,
             (None, None) => return Ok(None),
             (None, Some(format)) => {
                 let [width_out, width_in] = widths;
@@ -239,10 +239,10 @@ impl<'a> Builder<'a> {
                 quantized
             }
         };
-        for (name, tensor) in found.parts(&name) {
+        for (name, tensor) in weight.parts(&name) {
             drop(self.keep(name, tensor, false));
         }
-        Ok(Some(found))
+        Ok(Some(weight))
     }
 
     /// Reads the quantized weight `stored`, `[out, in]`, of the checkpoint.
@@ -253,20 +253,20 @@ impl<'a> Builder<'a> {
                 return Ok(None);
             }
             asked.insert(name.to_string());
-            // The description is read here.
+            // The description is read on the CPU.
             let device = if name.contains(".quant_state.") { Device::Cpu } else { device };
-            let found = checkpoint.read_stored(name, device)?;
+            let tensor = checkpoint.read_stored(name, device)?;
             // A scale that is not a number would make all of its block or row so.
-            if let Some(number) = found.is_floating_point().then(|| not_finite(&found)).flatten() {
+            if let Some(number) = tensor.is_floating_point().then(|| not_finite(&tensor)).flatten() {
                 let message = format!("tensor `{}`: expected finite numbers, found {number}", brief(name));
                 return Err(Error::invalid(checkpoint.path_of(name), message));
             }
-            Ok(Some(found))
+            Ok(Some(tensor))
         };
         Quantized::from_parts(stored, widths, checkpoint.path_of(stored), &mut part)
     }
 
-    /// Sets whether the next weights are plain even if the checkpoint holds them quantized, as those of heads are.
+    /// Sets whether the next weights are read as plain ones even if the checkpoint holds them quantized, as for heads.
     pub fn unpack(&mut self, unpacks: bool) {
         self.unpacks = unpacks;
     }
@@ -288,7 +288,7 @@ impl<'a> Builder<'a> {
         self.tied = tied;
     }
 
-    /// Initializes the next tensors that the checkpoint lacks from this seed: those of a new head.
+    /// Initializes the next tensors that the checkpoint lacks from this seed: a new head's tensors.
     pub fn set_absent(&mut self, seed: Option<u64>) {
         // A model that will be rejected is not initialized, as its sizes may be arbitrary.
         self.absent = seed.filter(|_| self.missing.is_empty() && self.mismatched.is_empty());
@@ -306,7 +306,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Checks that the checkpoint's copies of the embedding `embed`, those for the stacks of an encoder-decoder, have its values.
+    /// Checks that the checkpoint's copies of the embedding `embed`, for the stacks of an encoder-decoder, have the same values.
     pub fn check_copies(&self, embed: &Tensor) -> Result<()> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
         // A placeholder of one that is missing; `finish` reports it.
@@ -333,15 +333,15 @@ impl<'a> Builder<'a> {
         if checkpoint.shape(name).is_none() {
             return Ok(());
         }
-        let found = checkpoint.read(name, self.device, Kind::Float)?.abs().max();
-        if found.numel() == 1 && found.double_value(&[]) == 0.0 {
+        let largest = checkpoint.read(name, self.device, Kind::Float)?.abs().max();
+        if largest.numel() == 1 && largest.double_value(&[]) == 0.0 {
             Ok(())
         } else {
             Err(Error::invalid(checkpoint.dir(), format!("tensor `{name}`: expected zeros, found others")))
         }
     }
 
-    /// Whether there is a checkpoint, without the tensor `name`.
+    /// Whether there is a checkpoint that lacks the tensor `name`.
     pub fn lacks(&self, name: &str) -> bool {
         let Source::Checkpoint(checkpoint) = self.source else { return false };
         checkpoint.shape(&self.stored_name(checkpoint, name)).is_none()
@@ -364,7 +364,7 @@ impl<'a> Builder<'a> {
         parts.into_iter().any(|part| name.starts_with(part))
     }
 
-    /// The parts of the checkpoint beside the language model, in words: `model.visual.* (12 tensors)`.
+    /// The parts of the checkpoint other than the language model, in words: `model.visual.* (12 tensors)`.
     pub fn left_out(&self) -> Option<String> {
         let Source::Checkpoint(checkpoint) = self.source else { return None };
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
@@ -415,7 +415,7 @@ impl<'a> Builder<'a> {
     fn sourced(&mut self, name: &str, shape: &[i64], init: Init) -> Result<Tensor> {
         Ok(match self.source {
             Source::Fresh(seed) => self.fresh(seed, shape, init)?,
-            // Each element is the same one in memory.
+            // All elements share one element in memory.
             Source::Shapes(kind) => Tensor::f_zeros([1], (kind, self.device))?.f_expand(shape, false)?,
             Source::Shared(params) => {
                 let shared = params.iter().find(|param| param.name == name);
@@ -430,7 +430,7 @@ impl<'a> Builder<'a> {
                 let found = if is_mxfp4 { mxfp4::shape_of(checkpoint, &stored) } else { checkpoint.shape(&stored) };
                 let read = match (found, self.absent) {
                     (Some(found), _) if is_mxfp4 && found == shape => {
-                        self.asked.extend(mxfp4::parts_of(&stored));
+                        self.asked.extend(mxfp4::part_names(&stored));
                         self.rounded |= self.hold == Some(Kind::Half);
                         let kind = self.hold.unwrap_or(Kind::BFloat16);
                         Some(mxfp4::read(checkpoint, &stored, shape, (self.device, kind))?)
@@ -457,7 +457,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// [`Builder::embedding`] of biases by distance, which transformers spares weight decay as it does all tensors named a bias.
+    /// [`Builder::embedding`] for biases by distance. As in transformers, they get no weight decay, since their name says bias.
     pub fn bias_table(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
         let tensor = self.embedding(name, shape, init)?;
         self.params.last_mut().expect("it was just kept").decay = false;
@@ -473,14 +473,14 @@ impl<'a> Builder<'a> {
 
     /// [`Builder::buffer`] that is f32 whatever the dtype of the other tensors.
     pub fn wide_buffer(&mut self, name: String, shape: &[i64], init: Init) -> Result<Tensor> {
-        let held = self.hold_as(Some(Kind::Float));
+        let previous = self.hold_as(Some(Kind::Float));
         let buffer = self.buffer(name, shape, init);
-        self.hold_as(held);
+        self.hold_as(previous);
         buffer
     }
 
-    /// Reads the weights of the experts at `prefix`, of `count` experts with `inner` columns inside, if the checkpoint has them in one tensor for
-    /// all, as transformers holds them: gate and up projections `[count, 2 * inner, hidden]`, and those back `[count, hidden, inner]`.
+    /// Reads the weights of the `count` experts at `prefix`, of inner width `inner`, if the checkpoint has them in one tensor for all experts,
+    /// as transformers holds them: gate and up projections `[count, 2 * inner, hidden]`, down projections `[count, hidden, inner]`.
     pub fn open_fused(&mut self, prefix: &str, names: &ExpertNames, [count, inner, hidden]: [i64; 3]) -> Result<()> {
         let Source::Checkpoint(checkpoint) = self.source else { return Ok(()) };
         let [gate, up] = names.inputs;
@@ -498,8 +498,9 @@ impl<'a> Builder<'a> {
             }
             let whole = self.read(checkpoint, &stored)?;
             for (expert, weights) in whole.unbind(0).into_iter().enumerate() {
-                let own = columns.iter().map(|(part, from)| (part, weights.narrow(0, *from, width)));
-                self.fused.extend(own.map(|(part, weight)| (format!("{prefix}.{expert}.{part}.weight"), weight)));
+                let expert_weights = columns.iter().map(|(part, from)| (part, weights.narrow(0, *from, width)));
+                self.fused
+                    .extend(expert_weights.map(|(part, weight)| (format!("{prefix}.{expert}.{part}.weight"), weight)));
             }
         }
         Ok(())
@@ -538,7 +539,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Returns a weight from another source, read for the builder's device and dtype.
-    pub fn given(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
+    pub fn read_with(&mut self, name: String, read: impl FnOnce(Device, Kind) -> Result<Tensor>) -> Result<Tensor> {
         let tensor = read(self.device, self.kind())?;
         let decay = !name.ends_with(".bias");
         Ok(self.keep(name, tensor, decay))
@@ -554,7 +555,7 @@ impl<'a> Builder<'a> {
         let old = stored.strip_suffix("LayerNorm.weight").map(|base| format!("{base}LayerNorm.gamma"));
         let old = old.or_else(|| stored.strip_suffix("LayerNorm.bias").map(|base| format!("{base}LayerNorm.beta")));
         let old = old.or_else(|| (name == self.names.lm_head).then(|| format!("{TEXT_HEAD}{name}")));
-        // Some writers store a tied tensor under the head's name only.
+        // Some writers store a tied tensor only under the head's name.
         let is_embedding = name.strip_suffix(".weight") == Some(self.names.embed);
         let old = old.or_else(|| (self.tied && is_embedding).then(|| self.names.lm_head.to_string()));
         old.filter(|old| checkpoint.shape(&stored).is_none() && checkpoint.shape(old).is_some()).unwrap_or(stored)
@@ -625,11 +626,11 @@ impl<'a> Builder<'a> {
         problems.extend(list("missing", &missing));
         problems.extend(list("unexpected", &unexpected));
         let is_head = |name: &str| name == self.names.lm_head;
-        let of_classifier = |name: &&str| match self.names.head {
+        let is_classifier_head = |name: &&str| match self.names.head {
             HeadNames::Score => *name == "score.weight",
             HeadNames::Dense { inner, out, .. } => [inner, out].iter().any(|layer| name.starts_with(layer)),
         };
-        let classifies = |names: &[&str]| !names.is_empty() && names.iter().all(of_classifier);
+        let classifies = |names: &[&str]| !names.is_empty() && names.iter().all(is_classifier_head);
         // A trained head under another name: a new one in its place would lose it.
         let other_head = unexpected.iter().find(|name| {
             let last = name.rsplit('.').nth(1).unwrap_or_default();

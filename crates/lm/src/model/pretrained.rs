@@ -49,7 +49,7 @@ pub trait ModelHead: sealed::Sealed {
         None
     }
 
-    /// The content of `generation_config.json` beside the saved configuration `config`, if the model generates.
+    /// The content of `generation_config.json` to save with the configuration `config`, if the model generates.
     fn saved_generation(&self, _config: &ModelConfig, _eos: &[i64], _pad: Option<i64>) -> Option<Value> {
         None
     }
@@ -81,7 +81,7 @@ impl<H: ModelHead> PretrainedModel<H> {
         self.body.device
     }
 
-    /// The parameters in the order of the model; those of an adapter come last.
+    /// The parameters in the order of the model; an adapter's parameters come last.
     pub fn params(&self) -> &[Param] {
         &self.body.params
     }
@@ -131,8 +131,8 @@ impl<H: ModelHead> PretrainedModel<H> {
     /// bit for bit. Norms, embeddings, trainable weights and weights shared with another model stay as they are, and so does the head of
     /// a classifier, whose product is always computed in f32. The model is saved with the rounded weights.
     pub fn hold_as_computed(&mut self) {
-        let own_head = !self.body.config.tie_word_embeddings;
-        self.body.hold_as_computed(self.head.linear_mut().filter(|_| own_head));
+        let is_untied = !self.body.config.tie_word_embeddings;
+        self.body.hold_as_computed(self.head.linear_mut().filter(|_| is_untied));
     }
 
     /// Holds matrices and embeddings of at least 4096 elements in bf16, also while they are trained by
@@ -160,7 +160,7 @@ impl<H: ModelHead> PretrainedModel<H> {
         Ok(())
     }
 
-    /// The parts of the folder beside the language model, which a saved model does not have, such as `model.visual.* (12 tensors)`.
+    /// The parts of the folder other than the language model, which a saved model does not have, such as `model.visual.* (12 tensors)`.
     pub fn parts_left_out(&self) -> Option<&str> {
         self.body.left_out.as_deref()
     }
@@ -206,7 +206,7 @@ impl<H: ModelHead> PretrainedModel<H> {
         self.body.gathered(self.head.linear())
     }
 
-    /// Offloads the weights of a frozen model between its passes, but for those that it shares with another model. Results stay
+    /// Offloads the weights of a frozen model between its passes, except weights that it shares with another model. Results stay
     /// the same. `name` is the model's in errors. Does nothing if they are offloaded already, or divided over ranks.
     ///
     /// # Errors

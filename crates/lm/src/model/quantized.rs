@@ -1,5 +1,5 @@
 //! Quantized weights of linear layers, in the formats of bitsandbytes: NF4 and FP4 (Dettmers et al. 2023), and LLM.int8's rows of eight
-//! bits (Dettmers et al. 2022), computed with as weights only.
+//! bits (Dettmers et al. 2022). Only weights are quantized: activations stay floating-point.
 
 use rlhf_base::name_of;
 use rlhf_base::schema::{Choices, MODELS, Settings, exclude, no_effect, refuse};
@@ -35,10 +35,10 @@ const FP4_TIMES_12: [f32; 16] =
 /// The codes of FP4 in the order of their values.
 const FP4_ORDER: [u8; 16] = [11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3];
 
-/// Number of consecutive values with one scale, and of scales with one scale, in new quantized weights.
+/// Number of consecutive values that share a scale, and number of scales that share a second-level scale, in newly quantized weights.
 const BLOCK: i64 = 64;
 const NESTED_BLOCK: i64 = 256;
-/// The numbers of values with one scale that bitsandbytes knows.
+/// The block sizes that bitsandbytes supports.
 const BLOCKS: [i64; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 /// Number of values that are quantized at once, a multiple of all blocks: larger temporary tensors would leave holes in the heap between
 /// the codes.
@@ -110,7 +110,7 @@ impl Quantization {
     pub fn bytes(self, [width_out, width_in]: [usize; 2]) -> usize {
         let numel = width_out * width_in;
         let blocks = numel.div_ceil(BLOCK as usize);
-        // The map of the codes, and about the length of the description.
+        // The table of the codes' values, and roughly the length of the description.
         let described = 64 + 96;
         match self {
             Self::EightBit => numel + 2 * 4 * width_out + 1,
@@ -121,7 +121,7 @@ impl Quantization {
         }
     }
 
-    /// The value of `quantization_config` in `config.json`; the modules `kept` are not quantized.
+    /// The value of `quantization_config` in `config.json`; the modules `kept` stay unquantized.
     pub(super) fn describe(self, kept: &[String]) -> Value {
         let (four, quant_type, nested) = match self {
             Self::FourBit { quant_type, nested } => (true, quant_type.name(), nested),
@@ -170,7 +170,7 @@ impl Quantization {
     }
 }
 
-/// Whether the `quantization_config` that is `described` spares the linear layer of this name.
+/// Whether the `quantization_config` in `described` leaves the linear layer of this name unquantized.
 pub(super) fn is_skipped(described: &Value, layer: &str) -> bool {
     let modules = described.get("llm_int8_skip_modules").and_then(Value::as_array);
     let is_in = |module: &str| format!(".{layer}.").contains(&format!(".{module}."));
@@ -207,7 +207,7 @@ impl QuantizationConfig {
         }
     }
 
-    /// The setting that quantizes, with its value; for messages.
+    /// The name of the setting that quantizes, for messages.
     pub fn named(&self) -> Option<&'static str> {
         match (self.load_in_4bit, self.load_in_8bit) {
             (true, _) => Some(name_of!(self.load_in_4bit)),
@@ -263,12 +263,12 @@ enum Scales {
         absmax: Tensor,
         map: Tensor,
         nested: Option<Nested>,
-        /// The dtype of the weight before.
+        /// The dtype of the weight before it was quantized.
         dtype: Kind,
         /// The description as bytes of JSON.
         state: Tensor,
     },
-    /// Eight bits: the greatest absolute values of the rows, the number of the layout (0: row after row), and the scales.
+    /// Eight bits: the greatest absolute value of each row, the number of the layout (0: row after row), and the scales.
     Rows { scb: Tensor, layout: Option<Tensor>, scales: Tensor },
 }
 
@@ -285,25 +285,25 @@ impl Quantized {
     pub(super) fn new(weight: &Tensor, format: Quantization) -> Self {
         let device = weight.device();
         let on_cpu = weight.to_device(tch::Device::Cpu).contiguous();
-        let made = tch::no_grad(|| match format {
+        let quantized = tch::no_grad(|| match format {
             Quantization::EightBit => Self::eight_bits(&on_cpu),
             Quantization::FourBit { quant_type, nested } => {
                 Self::four_bits(&on_cpu, on_cpu.kind(), (quant_type, BLOCK, nested))
             }
         });
-        made.on_device(device)
+        quantized.on_device(device)
     }
 
     /// Quantizes another weight, f32, in this one's format.
     pub(super) fn like(&self, weight: &Tensor) -> Self {
         let on_cpu = weight.to_device(tch::Device::Cpu).contiguous();
-        let made = tch::no_grad(|| match &self.scales {
+        let quantized = tch::no_grad(|| match &self.scales {
             Scales::Rows { .. } => Self::eight_bits(&on_cpu),
             Scales::Blocks { quant_type, block, nested, dtype, .. } => {
                 Self::four_bits(&on_cpu, *dtype, (*quant_type, *block, nested.is_some()))
             }
         });
-        made.on_device(weight.device())
+        quantized.on_device(weight.device())
     }
 
     fn on_device(self, device: tch::Device) -> Self {
@@ -318,7 +318,7 @@ impl Quantized {
         Self { widths: self.widths, codes: to(self.codes), scales }
     }
 
-    /// `dtype` is that of the weight whose values the model computed with.
+    /// `dtype` is the dtype of the weight that the model computed with.
     fn four_bits(weight: &Tensor, dtype: Kind, (quant_type, block, nests): (QuantType, i64, bool)) -> Self {
         let widths = <[i64; 2]>::try_from(weight.size()).expect("a weight has two dimensions");
         let flat = weight.view([-1]);
@@ -351,7 +351,7 @@ impl Quantized {
         let (mut codes, mut scb) = (Vec::new(), Vec::new());
         for from in (0..width_out).step_by(at_once as usize) {
             let rows = weight.narrow(0, from, at_once.min(width_out - from));
-            // bitsandbytes rounds to f16 before.
+            // bitsandbytes rounds to f16 first.
             let rounded = rows.to_kind(Kind::Half).to_kind(Kind::Float);
             let tops = rounded.abs().amax([1i64].as_slice(), false);
             let factors = (tops.reciprocal() * 127.0).unsqueeze(1);
@@ -364,8 +364,8 @@ impl Quantized {
         Self { widths, codes, scales: Scales::Rows { scales: row_scales(&scb), scb, layout } }
     }
 
-    /// The weight whose tensors `part` returns by their names: that of the weight, `name`, and others that begin with it or with that of
-    /// its layer.
+    /// Assembles the weight from its tensors, which `part` returns by their names: the weight's name, `name`, and names that begin with it or with
+    /// the name of its layer.
     ///
     /// # Errors
     /// If a tensor is missing, or has another dtype or shape; if the description does not fit.
@@ -416,9 +416,9 @@ impl Quantized {
         let blocks = (numel + block - 1) / block;
         let at = |end: &str| format!("{name}.{end}");
         let map = parts.expect(&at(QUANT_MAP), Kind::Float, &[16])?;
-        // Its values are those of the data type, up to rounding of other versions; bitsandbytes does not use those of the file.
-        let own = Tensor::from_slice(&quant_type.map()).to_device(map.device());
-        if !map.allclose(&own, 0.0, 1e-3, false) {
+        // The table equals the data type's up to rounding in other versions; bitsandbytes does not use the table in the file.
+        let code_values = Tensor::from_slice(&quant_type.map()).to_device(map.device());
+        if !map.allclose(&code_values, 0.0, 1e-3, false) {
             return Err(parts.wrong(&at(QUANT_MAP), &format!("expected the values of {}", quant_type.name())));
         }
         let (absmax, nested) = match nested {
@@ -429,7 +429,7 @@ impl Quantized {
                 (parts.expect(&at(ABSMAX), Kind::Uint8, &[blocks])?, Some(Nested { absmax, map, block, offset }))
             }
         };
-        let scales = Scales::Blocks { quant_type, block, absmax, map: own, nested, dtype, state };
+        let scales = Scales::Blocks { quant_type, block, absmax, map: code_values, nested, dtype, state };
         Ok(Self { widths, codes, scales })
     }
 
@@ -485,8 +485,8 @@ impl Quantized {
         }
     }
 
-    /// The values to which an adapter is added, in f32: as in PEFT, four bits are rounded to the dtype that the weight had, and eight are not
-    /// rounded.
+    /// The values to which an adapter is added, in f32. As in PEFT, values of four bits are rounded to the dtype that the weight had, and values of
+    /// eight bits are not rounded.
     pub(super) fn merged_values(&self) -> Tensor {
         let kind = match &self.scales {
             Scales::Rows { .. } => Kind::Float,
@@ -541,9 +541,9 @@ impl Parts<'_> {
     }
 
     fn expect(&mut self, name: &str, kind: Kind, shape: &[i64]) -> Result<Tensor> {
-        let found = self.any(name)?;
-        self.check(name, &found, kind, shape)?;
-        Ok(found)
+        let tensor = self.any(name)?;
+        self.check(name, &tensor, kind, shape)?;
+        Ok(tensor)
     }
 
     fn check(&self, name: &str, found: &Tensor, kind: Kind, shape: &[i64]) -> Result<()> {
@@ -561,7 +561,7 @@ struct State {
     block: i64,
     dtype: Kind,
     shape: Vec<i64>,
-    /// Number of scales with one scale, and their offset.
+    /// Number of scales that share a second-level scale, and the offset of the scales.
     nested: Option<(i64, f32)>,
 }
 
@@ -583,8 +583,8 @@ impl State {
             format!("`{key}`: expected {expected}, found {found}")
         };
         let block = |key: &str| {
-            let found = json.get(key).and_then(Value::as_i64).filter(|block| BLOCKS.contains(block));
-            found.ok_or_else(|| wrong(key, "a power of two from 32 to 4096"))
+            let value = json.get(key).and_then(Value::as_i64).filter(|block| BLOCKS.contains(block));
+            value.ok_or_else(|| wrong(key, "a power of two from 32 to 4096"))
         };
         let dtype = match json.get("dtype").and_then(Value::as_str) {
             Some("float32") => Kind::Float,
@@ -678,7 +678,7 @@ pub fn dynamic_map(signed: bool) -> &'static [f32; 256] {
             let count = if signed { 1 << decade } else { 2 << decade };
             let bounds = Tensor::linspace(0.1, 1.0, count + 1, (Kind::Float, tch::Device::Cpu));
             let bounds = Vec::<f32>::try_from(bounds).expect("they are f32");
-            // As libtorch multiplies by a number: rounded to f32 before.
+            // libtorch rounds a factor to f32 before it multiplies.
             let power = 10f64.powi(decade - 6) as f32;
             for pair in bounds.windows(2) {
                 let value = power * ((pair[0] + pair[1]) / 2.0);
@@ -691,8 +691,8 @@ pub fn dynamic_map(signed: bool) -> &'static [f32; 256] {
     })
 }
 
-/// The code of a number from -1 to 1: that of the value nearest to the centre of its cell, of 65536, as bitsandbytes computes it on a
-/// CPU.
+/// The code of a number from -1 to 1, as bitsandbytes computes it on a CPU: the code of the value nearest to the centre of the number's cell, of
+/// 65536 cells.
 fn dynamic_code(x: f32) -> u8 {
     static CODES: OnceLock<Vec<u8>> = OnceLock::new();
     let codes = CODES.get_or_init(|| {
@@ -827,27 +827,28 @@ mod tests {
 
             let options = ModelOptions { quantization: Some(format), ..ModelOptions::default() };
             let open = || CausalLm::from_pretrained(dir.path(), options).unwrap();
-            let (mut found, mut without) = (open(), open());
-            found.prepare(Trains::Adapter).unwrap();
+            let (mut merged, mut without) = (open(), open());
+            merged.prepare(Trains::Adapter).unwrap();
             without.merge_adapter();
-            let of = |model: &CausalLm, name: &str| {
+            let weight_named = |model: &CausalLm, name: &str| {
                 model.params().iter().find(|param| param.name == name).unwrap().tensor.detach()
             };
             let (mut compared, mut kept) = (0, 0);
-            for param in found.params().iter().filter(|param| param.name.ends_with(".weight") && param.is_quantized()) {
-                let weight = of(&plain, &param.name);
+            for param in merged.params().iter().filter(|param| param.name.ends_with(".weight") && param.is_quantized())
+            {
+                let weight = weight_named(&plain, &param.name);
                 let weight = if name == "gpt2" { weight.tr() } else { weight };
                 for (name, expected) in Quantized::new(&weight, format).parts(&param.name) {
-                    same(&name, &of(&found, &name), &expected);
+                    same(&name, &weight_named(&merged, &name), &expected);
                 }
                 compared += 1;
-                kept += i32::from(!param.tensor.equal(&of(&without, &param.name)));
+                kept += i32::from(!param.tensor.equal(&weight_named(&without, &param.name)));
             }
             assert!(
                 compared > 0 && kept > 0,
                 "{name}: {compared} weights, {kept} with other codes than a merge into codes"
             );
-            assert!(!found.was_merged_into_codes());
+            assert!(!merged.was_merged_into_codes());
         }
     }
 
@@ -864,7 +865,7 @@ mod tests {
         };
         let plain = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"];
         assert_eq!(save(ModelOptions::default()), format.describe(&plain.map(String::from)));
-        // A list that is true is kept, with all beside it.
+        // A list that is correct is kept, with all other settings.
         let mut config = rlhf_base::weights::read_json(&dir.path().join("config.json")).unwrap();
         config["quantization_config"]["llm_int8_skip_modules"] = json!(["up_proj", "lm_head"]);
         config["quantization_config"]["bnb_4bit_compute_dtype"] = json!("bfloat16");
@@ -960,7 +961,7 @@ mod tests {
                 }
             }
         }
-        // Of each of five weights in two types the codes, map, description and scales, those of three with two tensors more.
+        // Five weights in two types have codes, map, description and scales; three of them have two tensors more.
         assert_eq!(compared, 2 * (5 * 4 + 3 * 2) + 4 * 2);
     }
 }

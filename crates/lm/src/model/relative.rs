@@ -34,10 +34,10 @@ impl RelativePositions {
     /// are not affected by dropout before their adapters.
     ///
     /// The norm is computed in each layer, so that each layer has a backward pass of its own.
-    pub(super) fn of_layer(&self, width: i64, [query, key]: [&Linear; 2]) -> RelativeScores {
+    pub(super) fn for_layer(&self, width: i64, [query, key]: [&Linear; 2]) -> RelativeScores {
         let span = self.attention.span();
         let rows = (signed_buckets(width, &self.attention) + span).clamp(0, 2 * span - 1);
-        // The rows from the farthest distance to the left to that to the right; the others are not read.
+        // Only the rows from the farthest distance to the left to the farthest to the right are read.
         let (first, last) = (rows.int64_value(&[0]), rows.int64_value(&[-1]));
         let used = self.table.narrow(0, first, last + 1 - first).to_kind(Kind::Float);
         let used = self.norm.as_ref().map_or(used.shallow_clone(), |norm| norm.forward(&used, Kind::Float));
@@ -78,7 +78,7 @@ mod tests {
             norm: true,
         };
         let found = Vec::<i64>::try_from(signed_buckets(512, &attention)).unwrap();
-        let of = |distance: i64| found[(distance + 511) as usize];
+        let bucket_at = |distance: i64| found[(distance + 511) as usize];
         let near = [(0, 0), (1, 1), (127, 127), (128, 128)];
         let far = [
             (131, 131),
@@ -92,7 +92,7 @@ mod tests {
             (511, 255),
         ];
         for (distance, bucket) in near.into_iter().chain(far) {
-            assert_eq!((of(distance), of(-distance)), (bucket, -bucket), "{distance}");
+            assert_eq!((bucket_at(distance), bucket_at(-distance)), (bucket, -bucket), "{distance}");
         }
     }
 }

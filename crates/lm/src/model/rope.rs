@@ -16,7 +16,7 @@ pub(super) struct RopeKeys {
     /// Name of the fraction of a head's dimensions that is rotated, in files of transformers before version 5.
     pub(super) fraction: &'static str,
     pub(super) default_fraction: f64,
-    /// Old name and default of the base in layers with a window, if those have rotary positions of their own.
+    /// Old name and default of the base in layers with a window, if these have their own rotary positions.
     pub(super) local: Option<(&'static str, f64)>,
     /// The length that the model was pretrained on, if the file does not state it; `None`: its maximum length.
     pub(super) default_original: Option<f64>,
@@ -35,14 +35,14 @@ pub(super) const ROPE: RopeKeys = RopeKeys {
 /// Names in `rope_parameters` of the settings of layers without and with a window, if they differ.
 const BY_LAYER: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// Of the settings in the format of transformers 5 and 4, those that are read, with their name.
+/// Chooses between the settings in the formats of transformers 5 and 4; returns them with their name.
 fn chosen<'a>(new: &'a Map<String, Value>, old: &'a Map<String, Value>) -> (&'static str, &'a Map<String, Value>) {
     if old.is_empty() { ("rope_parameters", new) } else { ("rope_scaling", old) }
 }
 
 impl Fields<'_> {
-    /// Rotary settings: those of all layers, or those of layers without and with a window. transformers 5 stores them in
-    /// `rope_parameters`, transformers 4 among the other fields and in `rope_scaling`, which is read in place of the former where both are.
+    /// Rotary settings of all layers, or of layers without a window and layers with one. transformers 5 stores them in
+    /// `rope_parameters`, transformers 4 among the other fields and in `rope_scaling`, which takes precedence if both are there.
     pub(super) fn ropes(&self, head_dim: i64, keys: &RopeKeys) -> Result<Vec<Rope>> {
         let empty = Map::new();
         let (new, scaling) = (self.object("rope_parameters", &empty)?, self.object("rope_scaling", &empty)?);
@@ -54,17 +54,17 @@ impl Fields<'_> {
                 return Err(self.wrong("rope_parameters", &format!("an object with {full} and {sliding}")));
             }
             let new = within(new);
-            let (global, local_of) = (new.object(full, &empty)?, new.object(sliding, &empty)?);
-            let (holder, global) = self.one_of((full, global), scaling)?;
+            let (global, local_settings) = (new.object(full, &empty)?, new.object(sliding, &empty)?);
+            let (holder, global) = self.new_or_scaling((full, global), scaling)?;
             let local = self.number(local, default)?;
-            let of = |holder, object, theta| self.rope_of(head_dim, keys, holder, &within(object), theta);
-            return Ok(vec![of(holder, global, theta)?, of(sliding, local_of, local)?]);
+            let rope = |holder, object, theta| self.read_rope(head_dim, keys, holder, &within(object), theta);
+            return Ok(vec![rope(holder, global, theta)?, rope(sliding, local_settings, local)?]);
         }
         let (holder, object) = chosen(new, scaling);
         if object.values().any(Value::is_object) {
             return Err(self.wrong(holder, "the same settings for all layers"));
         }
-        Ok(vec![self.rope_of(head_dim, keys, holder, &within(object), theta)?])
+        Ok(vec![self.read_rope(head_dim, keys, holder, &within(object), theta)?])
     }
 
     /// The settings of all layers' rotary positions, empty if there are none.
@@ -74,8 +74,8 @@ impl Fields<'_> {
         Ok(object.clone())
     }
 
-    /// Rotary settings of one kind of layers, with heads of `head_dim`: those of the object `kind` in `rope_parameters`, or, if there are none of
-    /// any kind, `default`.
+    /// Rotary settings of one kind of layers, with heads of `head_dim`: the object `kind` in `rope_parameters`, or in `default` if there are no
+    /// settings of any kind.
     ///
     /// # Errors
     /// If a setting is not supported; if only the other kind has settings.
@@ -84,13 +84,13 @@ impl Fields<'_> {
         let all = self.object("rope_parameters", &empty)?;
         let all = if all.is_empty() { default.as_object().unwrap_or(&empty) } else { all };
         let within = |raw| Fields { path: self.path, raw, family: self.family };
-        let of_all = within(all);
-        let settings = within(of_all.object(kind, &empty)?);
+        let all = within(all);
+        let settings = within(all.object(kind, &empty)?);
         if settings.raw.is_empty() {
             return Err(self.wrong("rope_parameters", &format!("an object with {}", BY_LAYER.join(" and "))));
         }
-        if settings.present("rope_type").is_none_or(|found| found != "proportional") {
-            return self.rope_of(head_dim, &ROPE, kind, &settings, ROPE.default_theta);
+        if settings.present("rope_type").is_none_or(|name| name != "proportional") {
+            return self.read_rope(head_dim, &ROPE, kind, &settings, ROPE.default_theta);
         }
         let share = settings.number("partial_rotary_factor", 1.0)?;
         let theta = settings.positive("rope_theta", Some(ROPE.default_theta))?;
@@ -110,8 +110,8 @@ impl Fields<'_> {
         }
     }
 
-    /// The new settings of a kind of layers, with their name, or else those in `rope_scaling`.
-    fn one_of<'a>(
+    /// The new settings of a kind of layers with their name, or else the settings in `rope_scaling`.
+    fn new_or_scaling<'a>(
         &self,
         (name, new): (&'static str, &'a Map<String, Value>),
         scaling: &'a Map<String, Value>,
@@ -126,7 +126,7 @@ impl Fields<'_> {
     }
 
     /// The rotary positions that the object `holder`, with the fields `f`, describes; `theta` is the base if it names none.
-    fn rope_of(&self, head_dim: i64, keys: &RopeKeys, holder: &str, f: &Fields<'_>, theta: f64) -> Result<Rope> {
+    fn read_rope(&self, head_dim: i64, keys: &RopeKeys, holder: &str, f: &Fields<'_>, theta: f64) -> Result<Rope> {
         let theta = f.number("rope_theta", theta)?;
         let fraction = "partial_rotary_factor";
         let share = f.number(fraction, self.number(keys.fraction, keys.default_fraction)?)?;
@@ -160,7 +160,7 @@ impl Fields<'_> {
         let longest = || self.positive("max_position_embeddings", Some(2048.0));
         let original = || -> Result<f64> {
             let name = "original_max_position_embeddings";
-            // As in transformers 5, the field beside the object comes first.
+            // As in transformers 5, the field next to the object takes precedence.
             let holder = if self.present(name).is_some() { self } else { f };
             holder.positive(name, Some(keys.default_original.map_or_else(longest, Ok)?))
         };
@@ -280,7 +280,7 @@ impl Rope {
                 (&inv_freq * (1.0 - &slow) + &inv_freq * &slow / *factor, *attention_factor)
             }
             RopeScaling::LongRope { short, long, attention_factor, original } => {
-                let divisors = |of: &[f64]| on_device(of, options.1).to_kind(Kind::Float).unsqueeze(0);
+                let divisors = |numbers: &[f64]| on_device(numbers, options.1).to_kind(Kind::Float).unsqueeze(0);
                 let is_long = lens().gt(*original).unsqueeze(1);
                 (plain() / divisors(long).where_self(&is_long, &divisors(short)), *attention_factor)
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 use tch_ext::on_device;
 
-/// The logit of an excluded token. Its softmax is exactly 0, as that of -inf, whose product with a probability of 0 is NaN.
+/// The logit of an excluded token. Its softmax is exactly 0, as for -inf; but -inf times a probability of 0 would be NaN.
 const IMPOSSIBLE: f64 = -1e30;
 
 /// The set of tokens that one token was sampled from, after filters.

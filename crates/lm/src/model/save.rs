@@ -81,8 +81,8 @@ impl Body {
         // PEFT stores an embedding that stays tied under the head's name too.
         if self.config.tie_word_embeddings && adapter_folder::ties(&described) {
             let embedding = stored.iter().find(|(name, _)| name.strip_suffix(".weight") == Some(names.embed));
-            let of_head = embedding.map(|(_, param)| (names.in_peft(names.lm_head), *param));
-            stored.extend(of_head);
+            let head = embedding.map(|(_, param)| (names.in_peft(names.lm_head), *param));
+            stored.extend(head);
         }
         let mut gathered = self.shards().by_name(true);
         adapter_folder::save(dir, &described, &stored, |param| {
@@ -119,8 +119,8 @@ impl Body {
         std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
         let name = |param: &Param| stored(&param.name).unwrap_or_else(|| param.name.clone());
         // The base of an adapter is saved as it was before training, without a value head.
-        let of_base = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
-        let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && of_base(&param.name));
+        let is_saved = |name: &str| self.adapter.is_none() || !lora::is_below(name, lora::VALUE_HEAD);
+        let params = self.params.iter().filter(|param| !lora::is_lora(&param.name) && is_saved(&param.name));
         let embedding = format!("{}.weight", config.family.names.embed);
         let mut written: Vec<(String, &Param)> = Vec::new();
         for param in params {

@@ -13,7 +13,7 @@ const MOST: i64 = 1 << 28;
 /// Maximum of any other number: far above any model's, and small enough that the ratio of two is an f32.
 const LARGEST: f64 = 1e15;
 
-/// Maximum number of experts of all layers, as [`MOST_LAYERS`].
+/// Maximum number of experts in all layers together, for the same reason as [`MOST_LAYERS`].
 const MOST_EXPERTS: i64 = 100_000;
 
 /// Maximum number of weights of a layer's experts: far above any model's, and small enough that sums do not overflow.
@@ -123,7 +123,7 @@ pub enum RopeScaling {
         /// The length that the model was pretrained on.
         original: f64,
     },
-    /// The series is that of whole heads, and only the angles of the first `angles` pairs are not 0; all are divided by `factor` (Gemma 4).
+    /// The angles are computed as for whole heads, but only those of the first `angles` pairs are not 0; all are divided by `factor` (Gemma 4).
     Proportional {
         /// Number of angles that are not 0.
         angles: i64,
@@ -146,12 +146,12 @@ pub enum RopeScaling {
     },
 }
 
-/// Disentangled attention: scores from contents and relative positions (DeBERTa-v2 and v3). A layer's own projections of queries
-/// and keys are also those of the position embeddings.
+/// Disentangled attention: scores from contents and relative positions (DeBERTa-v2 and v3). A layer projects the position embeddings with
+/// its projections of queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RelativeAttention {
-    /// Number of buckets of distances in each direction: near distances have one each, farther ones are logarithmic. `None`: each
-    /// distance up to `longest` has a row of its own.
+    /// Number of buckets of distances in each direction: near distances have one each, farther ones share logarithmic buckets. `None`: each
+    /// distance up to `longest` has its own row.
     pub buckets: Option<i64>,
     /// The distance that the buckets reach.
     pub longest: i64,
@@ -188,7 +188,7 @@ pub enum Order {
     Parallel,
     /// After each sum; none at the end (BERT, the smaller OPT).
     Post,
-    /// As `Pre`, and after attention and MLP before their sums (Gemma 2 and 3).
+    /// As `Pre`, and also after attention and after the MLP, before their sums (Gemma 2 and 3).
     Sandwich,
     /// After attention and MLP, before their sums, and one at the end of the model (OLMo 2).
     Output,
@@ -215,7 +215,7 @@ pub struct ClampedGate {
     pub limit: f64,
 }
 
-/// The experts of a model: MLPs of which each token goes through a few.
+/// The experts of a model: each token goes through a few of these MLPs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Experts {
     /// Number of experts in a layer.
@@ -224,11 +224,11 @@ pub struct Experts {
     pub chosen: i64,
     /// Width inside an expert.
     pub intermediate_size: i64,
-    /// The scores by which they are chosen.
+    /// The scores by which experts are chosen.
     pub scoring: Scoring,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub normalized: bool,
-    /// Width inside an MLP that each token goes through beside its experts; `None`: there is none.
+    /// Width inside an MLP that each token goes through in addition to its experts; `None`: there is none.
     pub shared: Option<i64>,
     /// Whether each layer has experts instead of one MLP.
     pub layers: Vec<bool>,
@@ -236,21 +236,21 @@ pub struct Experts {
     pub clamped: Option<ClampedGate>,
 }
 
-/// The scores of a token's experts, of which the largest are their weights.
+/// The scores of a token's experts. The largest scores choose the experts and are their weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scoring {
     /// The softmax of the router's results.
     Softmax,
     /// The sigmoid of each of the router's results (LFM2).
     Sigmoid {
-        /// Whether each expert has a stored number that is added to its score for the choice, and not to its weight.
+        /// Whether each expert has a stored bias that is added to its score for the choice, but not to its weight.
         is_biased: bool,
         /// Factor of the weights.
         scale: f64,
     },
 }
 
-/// Growth of the queries with their positions: that at position p is multiplied by `1 + beta * ln(1 + floor(p / original))`
+/// Growth of the queries with their positions: the query at position p is multiplied by `1 + beta * ln(1 + floor(p / original))`
 /// (Ministral 3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueryGrowth {
@@ -268,22 +268,23 @@ impl QueryGrowth {
     }
 }
 
-/// Sizes of a layer where they are not the same in all layers, and where its keys and values are from (Gemma 4).
+/// Sizes of a layer, if they differ between layers, and the source of its keys and values (Gemma 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerShape {
     /// Width of one head.
     pub head_dim: i64,
     /// Number of key and value heads.
     pub kv_heads: i64,
-    /// The earlier layer whose keys and values this one has; `None`: its own.
-    pub keys_of: Option<usize>,
+    /// The earlier layer whose keys and values this one uses; `None`: it computes its own.
+    pub keys_from: Option<usize>,
     /// Whether values are the projections of the keys.
     pub values_are_keys: bool,
     /// Width inside the MLP.
     pub intermediate_size: i64,
 }
 
-/// Inputs of each layer beside its hidden states: an embedding of the token for each layer and a projection of its embedding (Gemma 4).
+/// Inputs of each layer in addition to its hidden states: a per-layer embedding of the token, and a projection of the token's embedding
+/// (Gemma 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerInputs {
     /// Width of the input of one layer.
@@ -320,7 +321,7 @@ pub struct Shape {
     pub experts: Option<Experts>,
     /// Layers with a state in the place of attention; `None`: every layer has attention.
     pub mixing: Option<Mixing>,
-    /// Whether each layer is one of those, if there are any.
+    /// Whether each layer is such a layer.
     pub mixes: Vec<bool>,
     /// Number of layers.
     pub num_hidden_layers: i64,
@@ -336,7 +337,7 @@ pub struct Shape {
     pub position_offset: i64,
     /// Whether learned positions are added to the embeddings, in families that have a table of them.
     pub learned_positions: bool,
-    /// Attention scores from relative positions, beside those from content.
+    /// Attention scores from relative positions, in addition to those from content.
     pub relative: Option<RelativeAttention>,
     /// Number of segment types of the embedding; 0: none.
     pub token_types: i64,
@@ -375,11 +376,11 @@ pub struct Shape {
     pub windows: Vec<Option<i64>>,
     /// The sizes of each layer; empty if all have the model's.
     pub layer_shapes: Vec<LayerShape>,
-    /// Inputs of each layer beside its hidden states.
+    /// Inputs of each layer in addition to its hidden states.
     pub layer_inputs: Option<LayerInputs>,
     /// Whether the result of each layer is multiplied by a stored number, which is not trained.
     pub has_layer_scalars: bool,
-    /// Whether each query head has a learned score that its softmax counts beside those of the keys, and that no value belongs to (gpt-oss).
+    /// Whether each query head has a learned score, without a value, that its softmax counts with the scores of the keys (gpt-oss).
     pub has_sinks: bool,
     /// Factor of the products of queries and keys.
     pub attention_scale: f64,
@@ -407,7 +408,7 @@ pub struct Shape {
     pub initializer_range: f64,
     /// Whether the initial weights of linear layers shrink with the width of their input, as T5's do.
     pub scale_init_by_width: bool,
-    /// Whether the MLPs' output projections are computed in f32 where other products are in f16, whose range T5's exceed.
+    /// Whether the MLPs' output projections are computed in f32 if other products are in f16: T5's results exceed the range of f16.
     pub wide_mlp_out: bool,
     /// Whether the initial weights of projections into the residual stream shrink with the depth.
     pub scale_residual_init: bool,
@@ -426,8 +427,8 @@ impl Shape {
         self.ropes.iter().any(depends)
     }
 
-    /// The length in tokens at which the rotary angles of a text change at once, those of its first tokens too, so that a cache has to
-    /// be filled again (`longrope`).
+    /// The length in tokens at which the rotary angles of a whole text change, including its first tokens, so that a cache has to be filled
+    /// again (`longrope`).
     pub fn rope_switch(&self) -> Option<i64> {
         self.ropes.iter().find_map(|rope| match rope.scaling {
             RopeScaling::LongRope { original, .. } => Some(original as i64),
@@ -534,7 +535,7 @@ impl Shape {
         Ok(())
     }
 
-    /// The part of layer `i` in the place of attention, if it has none.
+    /// What layer `i` has in place of attention; `None` if it has attention.
     pub fn mixing_of(&self, i: usize) -> Option<&Mixing> {
         self.mixing.as_ref().filter(|_| self.mixes[i])
     }
@@ -549,46 +550,46 @@ impl Shape {
         self.layer_shapes.get(i).copied().unwrap_or(LayerShape {
             head_dim: self.head_dim,
             kv_heads: self.num_key_value_heads,
-            keys_of: None,
+            keys_from: None,
             values_are_keys: false,
             intermediate_size: self.intermediate_size,
         })
     }
 
-    /// Whether a later layer has the keys and values of layer `i`.
+    /// Whether a later layer uses the keys and values of layer `i`.
     pub(super) fn is_source_of_keys(&self, i: usize) -> bool {
-        self.layer_shapes.iter().any(|layer| layer.keys_of == Some(i))
+        self.layer_shapes.iter().any(|layer| layer.keys_from == Some(i))
     }
 
-    /// Widths of the queries, and of the keys, of a layer: the mean of all.
+    /// Widths of the queries and of the keys of a layer, as means over all layers.
     pub(super) fn mean_widths(&self) -> [f64; 2] {
         let layers = 0..self.num_hidden_layers.max(1) as usize;
         let count = layers.len() as f64;
-        let of = |width: &dyn Fn(LayerShape) -> i64| -> f64 {
+        let mean = |width: &dyn Fn(LayerShape) -> i64| -> f64 {
             if self.layer_shapes.is_empty() {
                 return width(self.layer_shape(0)) as f64;
             }
             layers.clone().map(|i| width(self.layer_shape(i)) as f64).sum::<f64>() / count
         };
-        [of(&|layer| layer.head_dim * self.num_attention_heads), of(&|layer| layer.head_dim * layer.kv_heads)]
+        [mean(&|layer| layer.head_dim * self.num_attention_heads), mean(&|layer| layer.head_dim * layer.kv_heads)]
     }
 
-    /// Width inside the MLPs that a token goes through in a layer, at most.
+    /// The largest width, over the layers, inside the MLPs that a token goes through in a layer.
     pub fn active_width(&self) -> i64 {
-        let of_experts = self
+        let expert_width = self
             .experts
             .as_ref()
             .map(|experts| experts.chosen * experts.intermediate_size + experts.shared.unwrap_or(0));
         match &self.experts {
-            Some(experts) if experts.layers.iter().all(|layer| *layer) => of_experts.unwrap_or(0),
+            Some(experts) if experts.layers.iter().all(|layer| *layer) => expert_width.unwrap_or(0),
             _ => {
-                let of_layers = self.layer_shapes.iter().map(|layer| layer.intermediate_size);
-                of_layers.max().unwrap_or(self.intermediate_size).max(of_experts.unwrap_or(0))
+                let layer_widths = self.layer_shapes.iter().map(|layer| layer.intermediate_size);
+                layer_widths.max().unwrap_or(self.intermediate_size).max(expert_width.unwrap_or(0))
             }
         }
     }
 
-    /// Width of a token's copies for its experts in a layer, in the mean over the layers; 0 without experts.
+    /// Width of a token's copies for its experts in a layer, as a mean over the layers; 0 without experts.
     pub(super) fn routed_width(&self) -> f64 {
         let Some(experts) = &self.experts else { return 0.0 };
         let layers = experts.layers.iter().filter(|has_experts| **has_experts).count() as f64;
@@ -600,11 +601,11 @@ impl Shape {
         self.encoder_layers.is_some()
     }
 
-    /// The most tokens of a prompt before a response of up to `new_tokens` tokens, where `context` tokens are the limit of all models that
-    /// read them; `None` if none is left for it.
+    /// The most tokens that a prompt may have before a response of up to `new_tokens` tokens, if all models that read them are limited to
+    /// `context` tokens; `None` if none are left for it.
     ///
-    /// A decoder reads both in one context. An encoder has the limit for the prompt, and its decoder has it for a start token and the
-    /// response.
+    /// A decoder reads both in one context. In an encoder-decoder, the limit holds for the prompt in the encoder, and for the start token and
+    /// the response in the decoder.
     pub fn max_prompt_len(&self, context: usize, new_tokens: usize) -> Option<usize> {
         let left = context.checked_sub(new_tokens).filter(|&left| left > 0)?;
         Some(if self.is_encoder_decoder() { context } else { left })
@@ -614,10 +615,12 @@ impl Shape {
     /// 0 if there is none.
     pub fn max_new_tokens(&self, prompt_len: usize) -> usize {
         let context = self.max_position_embeddings;
-        match self.is_encoder_decoder() {
-            true if prompt_len <= context => context.saturating_sub(1),
-            true => 0,
-            false => context.saturating_sub(prompt_len),
+        if !self.is_encoder_decoder() {
+            context.saturating_sub(prompt_len)
+        } else if prompt_len <= context {
+            context.saturating_sub(1)
+        } else {
+            0
         }
     }
 
@@ -634,7 +637,7 @@ impl Shape {
     }
 
     /// The shape of the encoder's stack; `None` if there is one stack.
-    pub(super) fn of_encoder(&self) -> Option<Self> {
+    pub(super) fn encoder_shape(&self) -> Option<Self> {
         let num_hidden_layers = self.encoder_layers?;
         let (windows, layer_ropes) = (vec![None; num_hidden_layers as usize], vec![None; num_hidden_layers as usize]);
         let mixes = vec![false; num_hidden_layers as usize];
@@ -709,12 +712,12 @@ pub struct Names {
     pub attention_out: &'static str,
     /// Layers with a state in the place of attention.
     pub mixing: Option<MixingNames>,
-    /// Scores of the query heads beside those of their keys.
+    /// Scores of the query heads in addition to those of their keys.
     pub sinks: Option<&'static str>,
     pub mlp_norm: &'static str,
     /// Norms of the outputs of attention and MLP.
     pub output_norms: Option<[&'static str; 2]>,
-    /// Inputs of each layer beside its hidden states.
+    /// Inputs of each layer in addition to its hidden states.
     pub layer_inputs: Option<LayerInputNames>,
     /// The factor of a layer's result.
     pub layer_scalar: Option<&'static str>,
@@ -727,7 +730,7 @@ pub struct Names {
     pub relative_bias: Option<&'static str>,
     /// Attention of a decoder's layer to the encoder's hidden states.
     pub cross: Option<CrossNames>,
-    /// Names of the encoder's stack, which has the embedding of the decoder.
+    /// Names of the encoder's stack, which shares the decoder's embedding.
     pub encoder: Option<&'static Names>,
     /// Full name of the LM head's weight in the files of a model; see [`Names::in_peft`].
     pub lm_head: &'static str,
@@ -738,7 +741,7 @@ pub struct Names {
     pub head: HeadNames,
     /// Name suffixes of unused tensors in old checkpoints: masks, rotary tables, position numbers.
     pub harmless: &'static [&'static str],
-    /// Name prefixes of the tensors of other parts than the language model: images, prediction of several tokens.
+    /// Name prefixes of tensors that do not belong to the language model: images, multi-token prediction.
     pub others: &'static [&'static str],
 }
 
@@ -761,7 +764,7 @@ impl HeadNames {
 }
 
 impl Names {
-    /// The name in transformers, and so in the files of PEFT, of the module or tensor that has this name in the files of a model. The LM
+    /// transformers' name, which is also the name in PEFT's files, of the module or tensor with this name in a model's files. The LM
     /// head is `lm_head` in every family: transformers 5 renames GPT-NeoX's `embed_out` when it reads a model.
     pub fn in_peft<'n>(&self, name: &'n str) -> Cow<'n, str> {
         let rest = name.strip_prefix(self.lm_head.trim_end_matches(".weight"));
@@ -771,20 +774,20 @@ impl Names {
         }
     }
 
-    /// The name for PEFT of a module that is trained in full; `module` is the end of its name, in the files of a model or in PEFT's.
+    /// PEFT's name of a module that is trained in full; `module` is the end of its name, in a model's files or in PEFT's files.
     pub fn saved_in_peft<'n>(&self, module: &'n str) -> &'n str {
         let selects_head = self.lm_head.trim_end_matches(".weight").ends_with(module);
         if selects_head && !LM_HEAD.ends_with(module) { LM_HEAD } else { module }
     }
 
-    /// Whether the linear layer of this name is quantized when weights are: as in transformers, neither experts with their router nor the
-    /// output of T5's MLPs, whose numbers are large.
+    /// Whether the linear layer of this name is quantized when weights are quantized. As in transformers, experts with their router are not,
+    /// and neither is the output of T5's MLPs, whose numbers are large.
     pub fn quantizes(&self, layer: &str) -> bool {
         !layer.ends_with(".wo") && !self.experts.as_ref().is_some_and(|experts| experts.routes(layer))
     }
 }
 
-/// Names of the inputs of each layer beside its hidden states.
+/// Names of the inputs of each layer in addition to its hidden states.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerInputNames {
     /// The table of embeddings, the projection of the model's embeddings, and the norm over it.
@@ -838,14 +841,14 @@ pub enum MlpIn {
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertNames {
     pub router: &'static str,
-    /// Prefix of the numbers of the experts, or of the tensors of all.
+    /// Prefix of the experts' numbers, or of the tensors with the weights of all experts.
     pub experts: &'static str,
-    /// Gate and up projection of an expert; of stacked experts the first is both, a gate and an up projection in turn.
+    /// Gate and up projection of an expert. For stacked experts the first name is one tensor with both.
     pub inputs: [&'static str; 2],
     pub out: &'static str,
-    /// An MLP beside the experts, and the gate of its output.
+    /// An MLP in addition to the experts, and the gate of its output.
     pub shared: Option<[&'static str; 2]>,
-    /// A number of each expert that is added to its score for the choice.
+    /// A bias of each expert that is added to its score for the choice.
     pub bias: Option<&'static str>,
     /// Whether and how one tensor has the weights of all experts.
     pub stacking: Option<Stacking>,
@@ -857,8 +860,8 @@ pub enum Stacking {
     /// `[experts, in, out]`, where gate and up projections take turns, with biases in a tensor whose name ends with `_bias`; the router has a bias
     /// too (gpt-oss).
     InOut,
-    /// `[experts, out, in]`, the gate and then the up projection, beside the layer's own MLP (Gemma 4).
-    Beside {
+    /// `[experts, out, in]`, the gate and then the up projection, in addition to the layer's MLP (Gemma 4).
+    Parallel {
         /// Factors of the router's input, by column, and of the weights, by expert.
         scales: [&'static str; 2],
         /// Norms of the MLP's output, of the experts' input and of their output.
@@ -874,15 +877,15 @@ impl ExpertNames {
         self.stacking.is_some() && [self.inputs[0], self.out].into_iter().any(ends)
     }
 
-    /// Whether layers with experts have an MLP as others have it, and a router that is a linear layer in transformers too.
-    pub fn are_beside(&self) -> bool {
-        matches!(self.stacking, Some(Stacking::Beside { .. }))
+    /// Whether layers with experts also have the MLP of other layers, and a router that is a linear layer in transformers too.
+    pub fn are_parallel(&self) -> bool {
+        matches!(self.stacking, Some(Stacking::Parallel { .. }))
     }
 
-    /// Whether the layer or tensor of this name is part of an MLP, with experts or without, where those get no adapters: in models whose
-    /// MLPs have experts in their place.
+    /// Whether the layer or tensor of this name is part of an MLP, with or without experts, that gets no adapter. This holds in models in
+    /// which experts take the place of MLPs.
     pub fn has(&self, layer: &str) -> bool {
-        if self.are_beside() {
+        if self.are_parallel() {
             return self.is_stack(layer);
         }
         let module = self.router.split('.').next();
@@ -891,7 +894,7 @@ impl ExpertNames {
 
     /// Whether the linear layer of this name is a router or part of an expert.
     fn routes(&self, layer: &str) -> bool {
-        if self.are_beside() {
+        if self.are_parallel() {
             return false;
         }
         let module = layer.rsplit_once('.').map_or("", |(module, _)| module);
@@ -945,9 +948,9 @@ impl Fields<'_> {
         }
     }
 
-    /// An integer from 1 under the family's own name, or the common name.
-    pub(super) fn size_as(&self, own: &str, common: &str, default: i64) -> Result<i64> {
-        self.size(if self.present(own).is_some() { own } else { common }, default)
+    /// An integer from 1, under the family's name of the field or under the common name.
+    pub(super) fn size_as(&self, family_name: &str, common: &str, default: i64) -> Result<i64> {
+        self.size(if self.present(family_name).is_some() { family_name } else { common }, default)
     }
 
     /// An integer from 1.
@@ -962,8 +965,8 @@ impl Fields<'_> {
 
     pub(super) fn number(&self, name: &str, default: f64) -> Result<f64> {
         let expected = || format!("a number of at most {LARGEST}");
-        let found = self.present(name).map_or(Some(default), Value::as_f64);
-        found.filter(|x| x.abs() <= LARGEST).ok_or_else(|| self.wrong(name, &expected()))
+        let number = self.present(name).map_or(Some(default), Value::as_f64);
+        number.filter(|x| x.abs() <= LARGEST).ok_or_else(|| self.wrong(name, &expected()))
     }
 
     /// A number that has no default.
@@ -976,9 +979,9 @@ impl Fields<'_> {
 
     /// A number above 0.
     pub(super) fn positive(&self, name: &str, default: Option<f64>) -> Result<f64> {
-        let found = self.present(name).map_or(default, Value::as_f64);
+        let number = self.present(name).map_or(default, Value::as_f64);
         let expected = || format!("a number above 0, at most {LARGEST}");
-        found.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
+        number.filter(|x| (1.0 / LARGEST..=LARGEST).contains(x)).ok_or_else(|| self.wrong(name, &expected()))
     }
 
     /// Any integer of at most 2^28.
@@ -1067,19 +1070,19 @@ impl Fields<'_> {
     }
 
     pub(super) fn activation(&self, name: &str, default: &str) -> Result<Activation> {
-        let found = self.present(name).map_or(Some(default), Value::as_str);
-        found.and_then(Activation::named).ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}")))
+        let activation = self.present(name).map_or(Some(default), Value::as_str);
+        activation.and_then(Activation::named).ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}")))
     }
 
     /// The activation that T5's `feed_forward_proj` names, or else `default`, and whether a second projection gates it.
     pub(super) fn feed_forward(&self, default: &str) -> Result<(Activation, bool)> {
         let name = "feed_forward_proj";
-        let found = self.present(name).map_or(Some(default), Value::as_str);
-        let read = found.and_then(|found| match found.strip_prefix("gated-") {
+        let text = self.present(name).map_or(Some(default), Value::as_str);
+        let read = text.and_then(|text| match text.strip_prefix("gated-") {
             // As in transformers, where gated-gelu means the approximation.
             Some("gelu") => Some((Activation::GeluTanh, true)),
             Some(gated) => Activation::named(gated).map(|activation| (activation, true)),
-            None => Activation::named(found).map(|activation| (activation, false)),
+            None => Activation::named(text).map(|activation| (activation, false)),
         });
         read.ok_or_else(|| self.wrong(name, &format!("one of {ACTIVATIONS}, or one of them after gated-")))
     }

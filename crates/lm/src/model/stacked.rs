@@ -1,4 +1,4 @@
-//! Experts whose weights are one tensor for all of a layer: with a clamped gate (gpt-oss), and beside the layer's MLP (Gemma 4).
+//! Experts of a layer whose weights are stacked in one tensor: with a clamped gate (gpt-oss), and in addition to the layer's MLP (Gemma 4).
 
 use super::gates::gated_halves;
 use super::linear::{Linear, LinearShape, Norm, Weight};
@@ -31,9 +31,9 @@ pub(crate) struct Stack {
     compute: Kind,
 }
 
-/// Experts beside the MLP of a layer, with their router. Both read the residual stream.
+/// Experts in addition to the MLP of a layer, with their router. Both read the residual stream.
 #[derive(Debug)]
-pub(super) struct ExpertsBeside {
+pub(super) struct ParallelExperts {
     pub(super) router: Linear,
     /// Factors of the router's input, `[hidden size]`.
     input_scales: Tensor,
@@ -59,8 +59,8 @@ impl StackedExperts {
         std: f64,
     ) -> Result<Self> {
         let (count, inner) = (experts.count, experts.intermediate_size);
-        let of_router = LinearShape { width_in: hidden, width_out: count, bias: true, transposed: false, std };
-        let router = Linear::build(b, &at(names.router), of_router, compute)?;
+        let router_shape = LinearShape { width_in: hidden, width_out: count, bias: true, transposed: false, std };
+        let router = Linear::build(b, &at(names.router), router_shape, compute)?;
         let mut stack = |name: &str, width_in: i64, width_out: i64| -> Result<Stack> {
             let name = at(&format!("{}.{name}", names.experts));
             let weight = b.tensor(name.clone(), &[count, width_in, width_out], Init::Normal(std), true)?;
@@ -79,12 +79,12 @@ impl StackedExperts {
         self.stacks.iter()
     }
 
-    /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32, with gradients as those of other experts.
+    /// The weighted sum of the chosen experts' results, `[N, hidden size]` f32, differentiable as that of other experts.
     pub(super) fn forward(&self, x: &Tensor) -> Tensor {
         let logits = self.router.forward(x).to_kind(Kind::Float);
         let (chosen, experts) = logits.topk(self.chosen, -1, true, true);
         let weights = chosen.softmax(-1, Kind::Float);
-        // Of all experts at once: the gradient of one alone would be as large as that of all.
+        // The weights of all experts are split at once: the gradient of one part alone would be as large as the gradient of the whole.
         let [inputs, outs] = self.stacks.each_ref().map(Stack::by_expert);
         let run = |expert: usize, tokens: &Tensor| outs.product(expert, &self.gated(&inputs.product(expert, tokens)));
         let count = outs.weights.len();
@@ -100,19 +100,19 @@ impl StackedExperts {
     }
 }
 
-/// Bytes per token that a layer with experts beside its MLP stores for them, without the tokens of each expert and what these compute: the inputs
-/// of two norms in f32, and of the router before and after their factors.
-pub(super) fn stored_beside(shape: &Shape, kind: f64) -> f64 {
-    let are_beside = shape.experts.is_some() && shape.family.names.experts.is_some_and(|names| names.are_beside());
-    if are_beside { shape.hidden_size as f64 * (12.0 + kind) } else { 0.0 }
+/// Bytes per token that a layer with experts beside its MLP stores for them: the inputs of two norms in f32, and the router's inputs before and
+/// after their factors. The tokens of each expert and what the experts compute of them are not included.
+pub(super) fn parallel_expert_bytes(shape: &Shape, kind: f64) -> f64 {
+    let are_parallel = shape.experts.is_some() && shape.family.names.experts.is_some_and(|names| names.are_parallel());
+    if are_parallel { shape.hidden_size as f64 * (12.0 + kind) } else { 0.0 }
 }
 
-/// Bytes of the gradients of a layer's stacked experts before they are added: those of each expert, all of which wait for the last, and those of
-/// one stack together, in products' dtype and in f32.
+/// Bytes of the gradients of a layer's stacked experts before they are added: of each expert, all of which wait for the last one, and of one whole
+/// stack, in the dtype of products and in f32.
 pub(super) fn gradient_bytes(shape: &Shape, kind: f64) -> f64 {
     let is_stacked = shape.family.names.experts.is_some_and(|names| names.stacking.is_some());
     let Some(experts) = shape.experts.as_ref().filter(|_| is_stacked) else { return 0.0 };
-    // A third of the weights: the gates, the projections up, or those back.
+    // A third of the weights: the gates, the up projections, or the down projections.
     let third = experts.count as f64 * experts.intermediate_size as f64 * shape.hidden_size as f64;
     third * (4.0 * kind).max(2.0 * kind + 8.0)
 }
@@ -132,7 +132,7 @@ impl ByExpert {
     }
 }
 
-impl ExpertsBeside {
+impl ParallelExperts {
     /// Builds the experts of layer `i` whose names `at` completes, if the layers have such experts.
     pub(super) fn build(
         i: usize,
@@ -142,13 +142,13 @@ impl ExpertsBeside {
         compute: Kind,
     ) -> Result<Option<Self>> {
         let (Some(experts), Some(names)) = (&shape.experts, &shape.family.names.experts) else { return Ok(None) };
-        let Some(Stacking::Beside { scales, norms }) = names.stacking.filter(|_| experts.layers[i]) else {
+        let Some(Stacking::Parallel { scales, norms }) = names.stacking.filter(|_| experts.layers[i]) else {
             return Ok(None);
         };
         let (count, inner, hidden) = (experts.count, experts.intermediate_size, shape.hidden_size);
         let std = shape.initializer_range;
-        let of_router = LinearShape { width_in: hidden, width_out: count, bias: false, transposed: false, std };
-        let router = Linear::build(b, &at(names.router), of_router, compute)?;
+        let router_shape = LinearShape { width_in: hidden, width_out: count, bias: false, transposed: false, std };
+        let router = Linear::build(b, &at(names.router), router_shape, compute)?;
         let [input_scales, scales] = scales;
         let input_scales = b.tensor(at(input_scales), &[hidden], Init::Ones, true)?;
         let scales = b.tensor(at(scales), &[count], Init::Ones, true)?;
@@ -172,10 +172,9 @@ impl ExpertsBeside {
         self.stacks.iter()
     }
 
-    /// The result `fed` of the layer's MLP and that of the experts for the residual stream `x` `[N, hidden size]` f32, each normalized: their
-    /// sum, f32.
+    /// The sum, f32, of the MLP's result `fed` and the experts' result for the residual stream `x` `[N, hidden size]` f32, each normalized.
     pub(super) fn add_to(&self, fed: &Tensor, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let [of_mlp, before, after] = &self.norms;
+        let [mlp_norm, before, after] = &self.norms;
         let hidden = x.size()[1];
         // A norm without a weight.
         let routed = x.rms_norm([hidden], None::<&Tensor>, self.eps) * self.input_scales.to_kind(Kind::Float);
@@ -191,23 +190,23 @@ impl ExpertsBeside {
         let count = outs.weights.len();
         let routes = Routes { weights: weights * scales, experts, count };
         let mixed = mixed(&before.forward(x, self.compute), routes, &run);
-        of_mlp.forward(&fed.to_kind(Kind::Float), Kind::Float) + after.forward(&mixed, Kind::Float)
+        mlp_norm.forward(&fed.to_kind(Kind::Float), Kind::Float) + after.forward(&mixed, Kind::Float)
     }
 }
 
 impl Stack {
     /// Weight and bias of each expert in the dtype of products.
     fn by_expert(&self) -> ByExpert {
-        let of = |weight: &Weight| {
-            // A part needs a gradient only where gradients are computed.
-            let learns = weight.held.get(0).requires_grad();
-            if learns { weight.held.to_kind(self.compute) } else { weight.used(self.compute) }.unbind(0)
+        let split = |weight: &Weight| {
+            // A part of a trainable weight requires a gradient only while gradients are computed.
+            let learns = weight.tensor.get(0).requires_grad();
+            if learns { weight.tensor.to_kind(self.compute) } else { weight.used(self.compute) }.unbind(0)
         };
-        let mut weights = of(&self.weight);
+        let mut weights = split(&self.weight);
         if self.bias.is_none() {
             weights = weights.iter().map(Tensor::tr).collect();
         }
-        ByExpert { weights, biases: self.bias.as_ref().map(of) }
+        ByExpert { weights, biases: self.bias.as_ref().map(split) }
     }
 
     fn weights(&self) -> impl Iterator<Item = &Weight> {
@@ -217,12 +216,12 @@ impl Stack {
     /// Converts weights and biases to the dtype of products, as [`Linear::hold_as_computed`].
     pub(crate) fn hold_as_computed(&mut self, kept: &HashSet<*mut c_void>) -> bool {
         let all = std::iter::once(&mut self.weight).chain(&mut self.bias);
-        let own = all.filter(|weight| !kept.contains(&weight.held.data_ptr()));
-        own.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
+        let convertible = all.filter(|weight| !kept.contains(&weight.tensor.data_ptr()));
+        convertible.filter_map(|weight| weight.hold(self.compute).then_some(())).count() > 0
     }
 
     pub(super) fn uses_copies(&self) -> bool {
-        self.weights().any(|weight| weight.held.kind() != self.compute)
+        self.weights().any(|weight| weight.tensor.kind() != self.compute)
     }
 
     pub(super) fn drop_copies(&self) {

@@ -1,7 +1,7 @@
-//! States of the rows that are decoded, in layers that have one in the place of keys and values.
+//! States of decoded rows, in layers that have a state in place of keys and values.
 //!
-//! A state has all tokens of its row. A step adds one token to it, in place, so that a graph can do so again; [`States::hold`] makes the next step
-//! compute the last token of a row again and leave its state as it is, and an appended part continues the states of some rows.
+//! A state sums up all tokens of its row. A step adds one token to it, in place, so that a recorded graph can do the same again. [`States::hold`]
+//! makes the next step compute the last token of a row again and leave its state as it is. An appended part continues the states of some rows.
 
 use rlhf_base::Result;
 use tch::{Device, Kind, Tensor};
@@ -31,7 +31,7 @@ impl State {
     }
 
     /// The states of the rows at `rows` `[rows]` i64.
-    pub(super) fn of_rows(&self, rows: &Tensor) -> Self {
+    pub(super) fn select_rows(&self, rows: &Tensor) -> Self {
         let select = |x: &Tensor| x.index_select(0, rows);
         Self { conv: select(&self.conv), memory: self.memory.as_ref().map(select) }
     }
@@ -67,7 +67,7 @@ pub(super) struct AppendedRows {
 pub(super) struct States {
     /// `None` in layers with keys and values.
     layers: Vec<Option<State>>,
-    /// 1 for rows whose state the next step changes, else 0, `[rows, 1]` f32; there is one from the first row on that was held.
+    /// 1 for rows whose state the next step changes, else 0, `[rows, 1]` f32; `None` until a row was held for the first time.
     active: Option<Tensor>,
     /// Whether the next step leaves the state of a row as it is.
     holds: bool,
@@ -76,7 +76,7 @@ pub(super) struct States {
 impl States {
     /// States of rows without tokens.
     pub(super) fn new(layers: &[Option<StateShape>], rows: i64, (kind, device): (Kind, Device)) -> Result<Self> {
-        let of = |shape: &StateShape| {
+        let zeros = |shape: &StateShape| {
             let [kernel, width] = shape.conv;
             let conv = Tensor::f_zeros([rows, kernel, width], (kind, device))?;
             let memory = shape
@@ -84,7 +84,7 @@ impl States {
                 .map(|[heads, keys, values]| Tensor::f_zeros([rows, heads, keys, values], (Kind::Float, device)));
             Ok(State { conv, memory: memory.transpose()? })
         };
-        let layers = layers.iter().map(|shape| shape.as_ref().map(of).transpose()).collect::<Result<_>>()?;
+        let layers = layers.iter().map(|shape| shape.as_ref().map(zeros).transpose()).collect::<Result<_>>()?;
         Ok(Self { layers, active: None, holds: false })
     }
 
@@ -98,8 +98,8 @@ impl States {
         self.layers.iter().any(Option::is_some)
     }
 
-    /// Makes the next step leave the states of `rows`, of `count` in all, as they are: it computes their last token again. Returns whether
-    /// steps do other work from now on.
+    /// Makes the next step leave the states of `rows`, out of `count`, as they are: it computes their last token again. Returns whether steps
+    /// do different work from now on, so that a recorded step no longer fits.
     pub(super) fn hold(&mut self, rows: &[usize], count: usize, device: Device) -> bool {
         if !self.has_any() {
             return false;
@@ -121,16 +121,16 @@ impl States {
         }
     }
 
-    /// States of the same tensors.
+    /// States that share these tensors.
     pub(super) fn shallow_clone(&self) -> Self {
-        let of = |state: &State| State {
+        let clone = |state: &State| State {
             conv: state.conv.shallow_clone(),
             memory: state.memory.as_ref().map(Tensor::shallow_clone),
         };
-        Self { layers: self.layers.iter().map(|state| state.as_ref().map(of)).collect(), ..Self::default() }
+        Self { layers: self.layers.iter().map(|state| state.as_ref().map(clone)).collect(), ..Self::default() }
     }
 
-    /// Selects the rows at `index` `[rows]` i64, in that order, in tensors of their own. Copies one layer at a time.
+    /// Selects the rows at `index` `[rows]` i64, in that order, in new tensors. Copies one layer at a time.
     pub(super) fn keep_rows(&mut self, index: &Tensor) {
         for tensor in self.layers.iter_mut().flatten().flat_map(State::tensors) {
             *tensor = tensor.index_select(0, index);

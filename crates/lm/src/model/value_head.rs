@@ -15,10 +15,10 @@ use std::ops::Range;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// Names of known value heads: those of TRL's `AutoModelForCausalLMWithValueHead`, and DeepSpeed-Chat's, which has no bias.
+/// Names of known value heads: TRL's `AutoModelForCausalLMWithValueHead`, and DeepSpeed-Chat's, which has no bias.
 const HEADS: [&str; 2] = ["v_head.summary", "v_head"];
 
-/// The name of a tensor in a file by that of the parameter.
+/// Maps a parameter's name to the name of its tensor in a file.
 type StoredName = fn(&str) -> String;
 
 /// Source of a value head.
@@ -83,8 +83,8 @@ impl CausalLmWithValueHead {
         Ok(Self { lm, head: ValueHead { linear, fresh: fresh.is_some() } })
     }
 
-    /// Adds the value head that `dir` contains, beside a model or an adapter, or else one drawn from `seed`, to `lm`, which was loaded from
-    /// `dir`.
+    /// Adds a value head to `lm`, which was loaded from `dir`: the head that `dir` contains with its model or adapter, or else one drawn from
+    /// `seed`.
     ///
     /// # Errors
     /// If the stored head is of another width.
@@ -104,7 +104,7 @@ impl CausalLmWithValueHead {
         Ok(Self { head: ValueHead { fresh: false, ..model.head }, lm: model.lm })
     }
 
-    /// Opens the file in `dir` that has a value head, and returns the names of its tensors by those of the parameters.
+    /// Opens the file in `dir` that has a value head; also returns how the file names the tensors.
     fn stored(dir: &Path) -> Result<Option<(Checkpoint, StoredName)>> {
         let name = format!("{}.weight", HEADS[0]);
         let has_head = |checkpoint: &Checkpoint, stored: StoredName| checkpoint.shape(&stored(&name)).is_some();
@@ -184,7 +184,7 @@ impl ValueHead {
 
     fn values<S: AsRef<[i64]>>(&self, lm: &CausalLm, batch: Batch<'_, S>) -> Result<Tensor> {
         lm.body.check_spans(batch, 0)?;
-        Ok(self.values_of(&lm.hidden_at(batch, 0)?.states))
+        Ok(self.forward(&lm.hidden_at(batch, 0)?.states))
     }
 
     /// [`CausalLm::token_logprobs`] of the batch's tokens and [`ValueHead::values_at`] of its value positions, from one
@@ -199,12 +199,12 @@ impl ValueHead {
         let options = LogprobOptions { entropy: with_entropy, ..sampled.into().into() };
         let (joint, targets) = Self::joint(lm, batch, options)?;
         let hidden = lm.hidden_at(Batch::new(batch.sequences, &joint.spans).with_prompts(batch.prompt_lens), 0)?;
-        let values = self.values_of(&hidden.states.index_select(0, &joint.values));
-        Ok((lm.head.logprobs_of(&hidden.states.index_select(0, &joint.tokens), &targets), values))
+        let values = self.forward(&hidden.states.index_select(0, &joint.values));
+        Ok((lm.head.token_logprobs(&hidden.states.index_select(0, &joint.tokens), &targets), values))
     }
 
     /// Forward and backward pass of the sum of two losses, in one pass through the trunk; accumulates gradients. `policy_loss` is
-    /// that of [`CausalLm::logprobs_backward`]; `value_loss` returns a scalar computed from the values.
+    /// the loss of [`CausalLm::logprobs_backward`]; `value_loss` returns a scalar computed from the values.
     ///
     /// # Errors
     /// As [`CausalLm::logprobs_backward`] and [`ValueHead::values_at`].
@@ -218,17 +218,17 @@ impl ValueHead {
     ) -> Result<TokenLogprobs> {
         let (joint, targets) = Self::joint(lm, batch, options.into())?;
         let JointSpans { spans, tokens, values } = &joint;
-        let mut found = None;
+        let mut results = None;
         let rows = Batch::new(batch.sequences, spans).with_prompts(batch.prompt_lens);
         lm.body.backward(rows, 0, Some(&lm.head.linear), |hidden| {
             let read = hidden.index_select(0, values).detach().set_requires_grad(true);
-            value_loss(&self.values_of(&read)).backward();
-            let (logprobs, of_tokens) =
+            value_loss(&self.forward(&read)).backward();
+            let (logprobs, token_gradient) =
                 lm.head.logprobs_gradient(&hidden.index_select(0, tokens), &targets, policy_loss);
-            found = Some(logprobs);
-            hidden.zeros_like().index_add(0, values, &read.grad()).index_add(0, tokens, &of_tokens)
+            results = Some(logprobs);
+            hidden.zeros_like().index_add(0, values, &read.grad()).index_add(0, tokens, &token_gradient)
         })?;
-        Ok(found.unwrap_or_else(|| targets.none()))
+        Ok(results.unwrap_or_else(|| targets.none()))
     }
 
     fn joint<'a, S: AsRef<[i64]>>(
@@ -243,7 +243,7 @@ impl ValueHead {
         Ok((JointSpans::new(&batch, lm.device()), targets))
     }
 
-    fn values_of(&self, hidden: &Tensor) -> Tensor {
+    fn forward(&self, hidden: &Tensor) -> Tensor {
         self.linear.forward(hidden).squeeze_dim(1)
     }
 }
@@ -345,7 +345,7 @@ fn build_head(b: &mut Builder<'_>, shape: &Shape, init: ValueHeadInit<'_>) -> Re
                 let message = format!("tensor `{stored}`: expected {:?}, found {found:?}", [1, width]);
                 return Err(Error::invalid(dir, message));
             }
-            let weight = b.given(names[0].clone(), |device, kind| reward.read(stored, device, kind))?;
+            let weight = b.read_with(names[0].clone(), |device, kind| reward.read(stored, device, kind))?;
             (weight, Some(b.zeros(format!("{}.bias", HEADS[0]), &[1])?))
         }
     };

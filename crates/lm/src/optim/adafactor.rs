@@ -10,11 +10,11 @@ const CLIP_THRESHOLD: f64 = 1.0;
 /// The decay rate of step t is `1 - t^DECAY`.
 const DECAY: f64 = -0.8;
 
-/// Number of the second moments of a parameter of this shape.
+/// Number of second moments of a parameter of this shape.
 pub(super) fn num_moments(shape: &[i64]) -> usize {
     let count = match shape {
         [outer @ .., rows, columns] => outer.iter().product::<i64>() * (rows + columns),
-        of_vector => of_vector.iter().product(),
+        shape => shape.iter().product(),
     };
     count as usize
 }
@@ -25,7 +25,7 @@ pub(super) enum Squares {
     /// Means over the columns and over the rows of the last two dimensions: f32, in the shape without the last one, and without the one
     /// before it.
     Factored([Tensor; 2]),
-    /// Of each number of a vector, f32.
+    /// One per number of a vector, f32.
     Whole([Tensor; 1]),
 }
 
@@ -36,16 +36,16 @@ impl Squares {
         let sizes = param.size();
         match sizes.as_slice() {
             [outer @ .., rows, columns] => {
-                let of_columns: Vec<i64> = outer.iter().chain([columns]).copied().collect();
-                let of_rows: Vec<i64> = outer.iter().chain([rows]).copied().collect();
-                Self::Factored([zeros(&of_rows), zeros(&of_columns)])
+                let column_shape: Vec<i64> = outer.iter().chain([columns]).copied().collect();
+                let row_shape: Vec<i64> = outer.iter().chain([rows]).copied().collect();
+                Self::Factored([zeros(&row_shape), zeros(&column_shape)])
             }
-            of_vector => Self::Whole([zeros(of_vector)]),
+            shape => Self::Whole([zeros(shape)]),
         }
     }
 
-    /// Step number `step`, from 1: changes the parameter by `grad`, which becomes the update, and these moments. Of `settings` only learning
-    /// rate and weight decay count.
+    /// Takes step number `step`, from 1: changes these moments and the parameter by `grad`, which becomes the update. Only learning rate and
+    /// weight decay of `settings` are used.
     ///
     /// Source: Shazeer & Stern 2018, algorithms 4 and 5, with the learning rate of the caller and no first moment: transformers'
     /// `Adafactor` with `scale_parameter=False, relative_step=False`.
@@ -55,7 +55,7 @@ impl Squares {
         tch::no_grad(|| {
             match self {
                 Self::Factored([rows, columns]) => {
-                    // A norm takes no memory beside the gradient.
+                    // Squares are summed by a norm, which needs no memory for the squared gradient.
                     let mean = |dim: i64| {
                         let size = *update.size().iter().nth_back((-1 - dim) as usize).expect("a matrix has it");
                         square_along(&update, dim) / size as f64 + EPSILON
@@ -64,8 +64,8 @@ impl Squares {
                         let new = &*moments * beta2 + mean(dim) * (1.0 - beta2);
                         moments.copy_(&new);
                     }
-                    let of_rows = (&*rows / rows.mean_dim(Some([-1i64].as_slice()), true, Kind::Float)).rsqrt();
-                    let _ = update.g_mul_(&of_rows.unsqueeze(-1));
+                    let row_factors = (&*rows / rows.mean_dim(Some([-1i64].as_slice()), true, Kind::Float)).rsqrt();
+                    let _ = update.g_mul_(&row_factors.unsqueeze(-1));
                     let _ = update.g_mul_(&columns.rsqrt().unsqueeze(-2));
                 }
                 Self::Whole([moments]) => {

@@ -1,4 +1,4 @@
-//! Numbers in 8 bits: blocks of 256, each with the largest magnitude in it, as bitsandbytes has them.
+//! Numbers in 8 bits, in bitsandbytes' format: blocks of 256, each with its largest magnitude.
 
 use crate::model::dynamic_map;
 use std::cell::RefCell;
@@ -22,7 +22,7 @@ pub(super) struct Blocks {
     map: Tensor,
     /// The middles between neighbours of the map, then infinity, f32 `[256]`.
     middles: Tensor,
-    /// Code of the least number with the same upper 16 bits, by those bits, u8 `[65536]`.
+    /// For each value of the upper 16 bits of an f32, the code of the least number with these bits, u8 `[65536]`.
     least_codes: Tensor,
 }
 
@@ -50,9 +50,9 @@ impl Blocks {
 
     /// Returns the codes of `numbers` from -1 to 1, f32 `[len]`, as i32: how many middles are below each.
     ///
-    /// Of numbers with the same upper 16 bits the codes differ by at most 1, as the map is coarser than these bits. A search in the
-    /// middles, whose branches no processor foresees, would be most of an update.
-    fn codes_of(&self, numbers: &Tensor) -> Tensor {
+    /// Codes of numbers with the same upper 16 bits differ by at most 1, as the map is coarser than these bits. A binary search in the
+    /// middles, whose branches are unpredictable, would take most of the time of an update.
+    fn nearest_codes(&self, numbers: &Tensor) -> Tensor {
         let bits = numbers.view_dtype(Kind::Int).bitwise_right_shift_tensor_scalar(16).bitwise_and(0xffff);
         let least = self.least_codes.index_select(0, &bits).to_kind(Kind::Int);
         let is_above = self.middles.index_select(0, &least).lt_tensor(numbers);
@@ -71,7 +71,7 @@ impl Blocks {
         let numbers = in_blocks(numbers);
         let absmax = numbers.abs().amax([1i64].as_slice(), true);
         let absmax = absmax.masked_fill(&absmax.eq(0.0), 1.0);
-        let codes = self.codes_of(&(numbers / &absmax).view([-1]).narrow(0, 0, len));
+        let codes = self.nearest_codes(&(numbers / &absmax).view([-1]).narrow(0, 0, len));
         self.codes.view([-1]).narrow(0, from, len).copy_(&codes);
         self.absmax.narrow(0, from / BLOCK, absmax.size()[0]).copy_(&absmax.view([-1]));
     }
@@ -86,13 +86,13 @@ thread_local! {
 fn least_codes(signed: bool, middles: &Tensor) -> Tensor {
     LEAST_CODES.with_borrow_mut(|tables| {
         let is_wanted =
-            |(of_signed, table): &&(bool, Tensor)| *of_signed == signed && table.device() == middles.device();
+            |(table_signed, table): &&(bool, Tensor)| *table_signed == signed && table.device() == middles.device();
         if let Some((_, table)) = tables.iter().find(is_wanted) {
             return table.shallow_clone();
         }
         let sorted = Vec::<f32>::try_from(middles.to_device(Device::Cpu)).expect("one dimension of f32");
         let code = |bits: u32| {
-            // A negative number is the less, the larger the rest of its bits is.
+            // The lower bits are all ones in the least negative number.
             let least = f32::from_bits(if bits >= 1 << 15 { bits << 16 | 0xffff } else { bits << 16 });
             sorted.partition_point(|&middle| middle < least) as u8
         };
@@ -135,7 +135,7 @@ mod tests {
             let numbers: Vec<f32> = halves.chain(around).filter(|number| number.abs() <= 1.0).collect();
             let numbers = Tensor::from_slice(&numbers);
             let expected = numbers.bucketize(&blocks.middles.narrow(0, 0, 255), true, false);
-            assert_eq!(blocks.codes_of(&numbers), expected);
+            assert_eq!(blocks.nearest_codes(&numbers), expected);
         }
     }
 

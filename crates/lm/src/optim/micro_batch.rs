@@ -8,10 +8,10 @@ use std::fmt::{Display, Formatter};
 
 /// Memory that activations may always take, in bytes.
 const LEAST_ACTIVATIONS: usize = 128 << 20;
-/// Tokens from which more in a pass gain little: each costs enough arithmetic to hide reading the weights and adding to their gradients.
+/// Number of tokens in a pass beyond which more gain little: their arithmetic then hides reading the weights and adding to their gradients.
 const ENOUGH_TOKENS: usize = 1024;
 
-/// Most tokens of a micro-batch on a GPU: more gain nothing.
+/// The most tokens of a micro-batch on a GPU: more gain nothing.
 const MOST_GPU_TOKENS: usize = 16384;
 /// Tokens of a micro-batch on a GPU whose memory is not known.
 const UNKNOWN_GPU_TOKENS: usize = 2048;
@@ -74,7 +74,7 @@ impl Setting for MicroBatchLimit {
     }
 }
 
-/// Most tokens in one forward and backward pass of a model with these parameters: those of `limit` if it is set. Else, on a CPU, as many as keep
+/// The most tokens in one forward and backward pass of a model with these parameters: `limit` if it is set. Else, on a CPU, as many as keep
 /// the activations, `activation_bytes` per token, small beside the rest of training: half of the weights' bytes, or twice of them for up
 /// to 1024 tokens, at most an eighth of the memory. On a GPU, as many as take a quarter of its memory, at most 16384; 2048 if its memory is not known.
 ///
@@ -91,8 +91,8 @@ pub fn micro_batch_tokens(
     limit.map_or_else(default, |limit| limit.tokens(activation_bytes))
 }
 
-/// [`micro_batch_tokens`] that no setting fixes, of a model with this number of parameters on `device`, which has `memory` bytes for a rank,
-/// if that is known.
+/// [`micro_batch_tokens`] without a limit in the settings, for a model with this number of parameters on `device`, which has `memory` bytes
+/// per rank, if that is known.
 pub fn default_tokens(device: tch::Device, memory: Option<usize>, parameters: usize, activation_bytes: usize) -> usize {
     let weights = parameters * 4;
     let bytes = activation_bytes.max(1);
@@ -115,7 +115,7 @@ pub struct MicroBatchSettings {
     pub gradient_checkpointing: bool,
 }
 
-/// The size of a run's micro-batches in a checkpoint, with what it depends on beside the machine's memory.
+/// The size of a run's micro-batches in a checkpoint, with everything it depends on except the machine's memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MicroBatchState {
     /// Most tokens of a micro-batch.
@@ -140,11 +140,11 @@ impl MicroBatchSettings {
         if is_kept { saved.tokens } else { tokens }
     }
 
-    /// Returns the most tokens of a micro-batch, with what the number depends on beside the machine's memory.
+    /// Returns the most tokens of a micro-batch, with everything the number depends on except the machine's memory.
     pub fn state(self, device: tch::Device, tokens: usize) -> MicroBatchState {
         MicroBatchState {
             tokens,
-            // Ranks have GPUs of other numbers.
+            // The GPU's index differs between ranks.
             device: if device.is_cuda() { "Cuda".into() } else { format!("{device:?}") },
             gradient_checkpointing: self.gradient_checkpointing,
             set: self.limit.is_some(),
@@ -164,30 +164,30 @@ impl MicroBatchSettings {
     }
 }
 
-/// Divides `rows` into micro-batches of at most `most_rows` rows, and these into about equal parts where they have more than
-/// `most_tokens` tokens; a row with more tokens is a part by itself. `tokens` returns the number of tokens of a row, and of those that are
-/// not computed where the row before is in the same part.
+/// Divides `rows` into micro-batches of at most `most_rows` rows, and these into about equal parts if they have more than `most_tokens`
+/// tokens; a row with more tokens is a part by itself. `tokens` returns the number of tokens of a row, and how many of them are not
+/// computed again if the row before is in the same part.
 pub fn micro_batches<T>(
     rows: &[T],
     most_rows: usize,
     most_tokens: usize,
     tokens: impl Fn(&T) -> (usize, usize),
 ) -> Vec<&[T]> {
-    let of_row = |row: &T, is_first: bool| {
+    let row_tokens = |row: &T, is_first: bool| {
         let (all, shared) = tokens(row);
         if is_first { all } else { all - shared }
     };
     let mut parts = Vec::new();
     for chunk in rows.chunks(most_rows) {
-        let total: usize = chunk.iter().enumerate().map(|(at, row)| of_row(row, at == 0)).sum();
+        let total: usize = chunk.iter().enumerate().map(|(at, row)| row_tokens(row, at == 0)).sum();
         let share = total.div_ceil(total.div_ceil(most_tokens).max(1));
-        let (mut from, mut held) = (0, 0);
+        let (mut from, mut count) = (0, 0);
         for (at, row) in chunk.iter().enumerate() {
-            if at > from && (held + of_row(row, false) > most_tokens || held >= share) {
+            if at > from && (count + row_tokens(row, false) > most_tokens || count >= share) {
                 parts.push(&chunk[from..at]);
-                (from, held) = (at, 0);
+                (from, count) = (at, 0);
             }
-            held += of_row(row, at == from);
+            count += row_tokens(row, at == from);
         }
         parts.push(&chunk[from..]);
     }

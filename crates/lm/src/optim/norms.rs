@@ -41,23 +41,23 @@ pub(crate) fn square(x: &Tensor) -> Tensor {
 pub(crate) fn square_along(x: &Tensor, dim: i64) -> Tensor {
     let dim = if dim < 0 { dim + x.dim() as i64 } else { dim };
     let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let of_rows =
+    let row_squares =
         |x: &Tensor, dim: i64| x.norm_scalaropt_dim_dtype(2, [dim], false, kind).to_kind(Kind::Double).square();
     let size = x.size()[dim as usize];
     let whole = size - size % ROW;
     if whole == 0 {
-        return of_rows(x, dim);
+        return row_squares(x, dim);
     }
     let rows = x.narrow(dim, 0, whole).unflatten(dim, [whole / ROW, ROW]);
-    let sum = of_rows(&rows, dim + 1).sum_dim_intlist([dim].as_slice(), false, Kind::Double);
-    if whole == size { sum } else { sum + of_rows(&x.narrow(dim, whole, size - whole), dim) }
+    let sum = row_squares(&rows, dim + 1).sum_dim_intlist([dim].as_slice(), false, Kind::Double);
+    if whole == size { sum } else { sum + row_squares(&x.narrow(dim, whole, size - whole), dim) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A number whose square, 1 + 2^-5 + 2^-12, is added without rounding in the sums of a row, which has the norm 65, and not in those of a
+    /// A number whose square, 1 + 2^-5 + 2^-12, is added without rounding in the sum of a row, whose norm is 65, but not in the sum of a
     /// large tensor.
     const NUMBER: f64 = 65.0 / 64.0;
 

@@ -24,8 +24,8 @@ struct Part {
 }
 
 impl Parts {
-    /// Fresh state for the trained parts of a model. With a place to offload to, the state is offloaded between its uses; that of a model
-    /// on a GPU stays in the memory of the host, where the step is then computed.
+    /// Fresh state for the trained parts of a model. With a place to offload to, the state is offloaded between its uses; the state of a model
+    /// on a GPU stays in host memory, where the step is then computed.
     pub(super) fn new(shards: &Shards, offload: Option<&Offload>) -> Result<(Self, Option<Offloaded>)> {
         let trained = shards.trained_parts();
         let on_cpu = trained.iter().all(|part| part.params.device() == Device::Cpu);
@@ -47,7 +47,7 @@ impl Parts {
         Ok((Self { shards: shards.clone(), parts }, offloaded))
     }
 
-    /// Whether the state is on the host, and the parameters are not.
+    /// Whether the state is on the host while the parameters are not.
     pub(super) fn is_on_host(&self) -> bool {
         self.parts.iter().any(|part| part.moments[0].device() != part.trained.params.device())
     }
@@ -59,7 +59,7 @@ impl Parts {
         Ok(sum[0].sqrt())
     }
 
-    /// Step number `step` by the summed gradients; then gathers the parameters where ranks hold them whole.
+    /// Takes step number `step` with the summed gradients; then gathers the parameters if ranks hold them whole.
     pub(super) fn step(&mut self, lr: f64, config: &OptimizerConfig, step: i64) -> Result<()> {
         if config.optim != Optim::AdamwTorch {
             let name = config.optim.name();
@@ -75,7 +75,7 @@ impl Parts {
         self.shards.gather_stepped()
     }
 
-    /// Writes the state as [`super::Optimizer::save`] does, a unit at a time; the other ranks serve.
+    /// Writes the state as [`super::Optimizer::save`] does, one unit at a time; the other ranks send their parts.
     pub(super) fn save(&self, path: &Path, steps: i64) -> Result<()> {
         let spec = |name: String, kind, shape: Vec<i64>| TensorSpec { name, kind, shape };
         let mut specs = vec![spec(STEPS.to_string(), Kind::Double, vec![1])];
@@ -91,7 +91,7 @@ impl Parts {
         let mut whole: Option<(usize, [Tensor; 2])> = None;
         weights::save_file_of(path, &specs, &mut |i| {
             let Some((index, at, which)) = places[i] else { return Ok(Tensor::from_slice(&[steps as f64])) };
-            if whole.as_ref().is_none_or(|(held, _)| *held != index) {
+            if whole.as_ref().is_none_or(|(gathered, _)| *gathered != index) {
                 whole = None;
                 whole = Some((index, self.shards.whole_moments(index)?));
             }
@@ -109,17 +109,17 @@ impl Parts {
     pub(super) fn load(&mut self, file: &Checkpoint, path: &Path) -> Result<()> {
         for part in &mut self.parts {
             let Part { trained, moments, .. } = part;
-            let own = trained.params.numel() as i64;
-            for (moment, held) in MOMENTS.iter().zip(moments) {
+            let count = trained.params.numel() as i64;
+            for (moment, values) in MOMENTS.iter().zip(moments) {
                 for slot in &trained.slots {
                     let name = format!("{}.{moment}", slot.name);
                     super::check_shape(file, path, &name, &slot.shape)?;
                     let (from, to) =
-                        (slot.start.max(trained.start), (slot.start + slot.len()).min(trained.start + own));
+                        (slot.start.max(trained.start), (slot.start + slot.len()).min(trained.start + count));
                     if from < to {
-                        let tensor = file.read(&name, held.device(), Kind::Float)?.view([-1]);
+                        let tensor = file.read(&name, values.device(), Kind::Float)?.view([-1]);
                         let source = tensor.narrow(0, from - slot.start, to - from);
-                        held.narrow(0, from - trained.start, to - from).copy_(&source);
+                        values.narrow(0, from - trained.start, to - from).copy_(&source);
                     }
                 }
             }

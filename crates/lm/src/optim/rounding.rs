@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 /// Bits of f32 that bf16 lacks.
 const LOST: i64 = 0xffff;
 
-/// Random words for the numbers `from..from + len` of a tensor, `[len]` i16 on `device`: those of the generator SplitMix64 with the state
-/// `key`, of which each number is four words, the low bits first. `from` is a multiple of 4.
+/// Random words for the numbers `from..from + len` of a tensor, `[len]` i16 on `device`, from the generator SplitMix64 with the state `key`:
+/// each of its numbers is four words, the low bits first. `from` is a multiple of 4.
 ///
 /// A word is a function of its position, so it is computed where it is used: on a GPU, and by each thread of a CPU.
 ///
@@ -15,7 +15,7 @@ pub(super) fn words(key: u64, from: i64, len: i64, device: Device) -> Tensor {
     const WORDS: i64 = 4;
     debug_assert_eq!(from % WORDS, 0);
     let (first, count) = (from / WORDS, (len + WORDS - 1) / WORDS);
-    // Products wrap around, as those of unsigned numbers do.
+    // Products wrap around, like products of unsigned numbers.
     let mut x = Tensor::arange_start(first + 1, first + 1 + count, (Kind::Int64, device));
     let _ = x.g_mul_scalar_(0x9e37_79b9_7f4a_7c15_u64 as i64).g_add_scalar_(key as i64);
     for (shift, factor) in [(30, 0xbf58_476d_1ce4_e5b9_u64), (27, 0x94d0_49bb_1331_11eb)] {

@@ -236,16 +236,16 @@ fn norm_or_zero(text: &str) -> Result<Option<f64>, String> {
     Ok(optional(text)?.filter(|&norm| norm != 0.0))
 }
 
-/// Checks an optimizer's settings; `value_schedule` is the schedule of a value model, which shares what it has no own setting for.
+/// Checks an optimizer's settings; `value_schedule` is the schedule of a value model, which shares all other settings.
 pub fn check_learning(
     learning_rate: f64,
     optimizer: &OptimizerConfig,
     value_schedule: Option<LrSchedulerType>,
 ) -> Result<()> {
     let (steps, ratio) = (optimizer.warmup_steps, optimizer.warmup_ratio);
-    let own = optimizer.lr_scheduler_type;
-    let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(own) && !value_schedule.is_some_and(does);
-    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
+    let schedule_type = optimizer.lr_scheduler_type;
+    let no_schedule = |does: fn(LrSchedulerType) -> bool| !does(schedule_type) && !value_schedule.is_some_and(does);
+    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", schedule_type.name());
     let power = optimizer.power;
     let expected = format!("less than learning_rate = {learning_rate}");
     let no_warmup = no_schedule(|schedule| schedule != LrSchedulerType::Constant);
@@ -283,7 +283,9 @@ pub fn check_learning(
             Some(end) if no_schedule(LrSchedulerType::falls) => {
                 no_effect(name_of!(optimizer.lr_end), end, &with_schedule(""))
             }
-            Some(end) => expect(!own.falls() || end < learning_rate, name_of!(optimizer.lr_end), end, &expected),
+            Some(end) => {
+                expect(!schedule_type.falls() || end < learning_rate, name_of!(optimizer.lr_end), end, &expected)
+            }
             None => Ok(()),
         },
         check_schedule(optimizer, value_schedule),
@@ -292,9 +294,9 @@ pub fn check_learning(
 
 /// Checks the settings of single schedules.
 fn check_schedule(optimizer: &OptimizerConfig, value_schedule: Option<LrSchedulerType>) -> Result<()> {
-    let own = optimizer.lr_scheduler_type;
-    let schedules = || std::iter::once(own).chain(value_schedule);
-    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", own.name());
+    let schedule_type = optimizer.lr_scheduler_type;
+    let schedules = || std::iter::once(schedule_type).chain(value_schedule);
+    let with_schedule = |hint: &str| format!("with lr_scheduler_type = {}{hint}", schedule_type.name());
     let decay = optimizer.decay_type;
     let has_cycles = schedules().any(|schedule| schedule.has_cycles(decay));
     let (has_end, decays) =

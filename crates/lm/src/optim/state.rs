@@ -16,11 +16,11 @@ const BLOCKS: [&str; 4] = ["state1", "state2", "absmax1", "absmax2"];
 const FACTORED: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
 const WHOLE: [&str; 1] = ["exp_avg_sq"];
 
-/// Parameters with fewer elements have moments in f32 beside others in 8 bits, as in bitsandbytes.
+/// Parameters with fewer elements have moments in f32 even if those of others are in 8 bits, as in bitsandbytes.
 const SMALL: i64 = 4096;
 
-/// Elements of a parameter whose moments are in f32 at a time: whole blocks. On a CPU they stay in its cache. On a GPU a kernel over as
-/// few would take longer to launch than to run; the temporary tensors of 2^23 take about a quarter of a GiB.
+/// Number of elements of a parameter whose moments are unpacked to f32 at once: whole blocks. On a CPU they stay in its cache. On a GPU a
+/// kernel over so few would take longer to launch than to run; the temporary tensors of 2^23 elements take about a quarter of a GiB.
 const AT_ONCE: i64 = 256 * BLOCK;
 const AT_ONCE_ON_GPU: i64 = AT_ONCE << 7;
 
@@ -37,7 +37,7 @@ impl Form {
     fn of(optim: Optim, tensor: &TrainedTensor) -> Self {
         let is_small = tensor.shape.iter().product::<i64>() < SMALL;
         match optim {
-            // Embeddings as transformers' Trainer has them: the rows of rare tokens have few steps.
+            // Embeddings in f32, as in transformers' Trainer: the rows of rare tokens have few steps.
             Optim::Adamw8bit if !is_small && !tensor.is_embedding => Self::Blocks,
             Optim::AdamwBf16 if tensor.kind == Kind::BFloat16 => Self::Rounded,
             Optim::Adafactor => Self::Squares,
@@ -57,7 +57,7 @@ pub fn state_bytes(optim: Optim, tensor: &TrainedTensor) -> usize {
     }
 }
 
-/// Sizes in bytes of at least the tensors of a parameter's state.
+/// Upper bounds of the sizes in bytes of the tensors of a parameter's state.
 pub(super) fn sizes(optim: Optim, param: &Param) -> impl Iterator<Item = usize> + use<> {
     // Each of up to four tensors begins at a round address.
     const ROUNDING: [usize; 4] = [1; 4];
@@ -75,7 +75,7 @@ pub(super) struct Step {
     pub(super) number: i64,
     /// Learning rate, betas, epsilon and weight decay.
     pub(super) settings: tch_ext::AdamW,
-    /// Seed of the run, and the parameter's index in the optimizer: with the number the key of random numbers.
+    /// Seed of the run, and the parameter's index in the optimizer: with the step's number they are the key of random numbers.
     pub(super) seed: u64,
     pub(super) index: usize,
 }
@@ -119,7 +119,7 @@ impl State {
         tensors.into_iter()
     }
 
-    /// Changes the parameter by the gradient, and the state; the gradient is undefined afterwards. AdamW with moments in f32 is left to
+    /// Changes the parameter and the state by the gradient, which is undefined afterwards. AdamW with moments in f32 is left to
     /// `together`.
     ///
     /// # Errors
@@ -225,9 +225,9 @@ fn adamw_rounded(
         let [first, second] = moments.each_ref().map(wide);
         let new = wide(param);
         adamw(&new, wide(grad), [&first, &second], step)?;
-        let held = [param, &moments[0], &moments[1]];
-        for (key, (held, new)) in keys.into_iter().zip(held.into_iter().zip([new, first, second])) {
-            part(held).copy_(&round(&new, &words(key, from, len, param.device())));
+        let old = [param, &moments[0], &moments[1]];
+        for (key, (old, new)) in keys.into_iter().zip(old.into_iter().zip([new, first, second])) {
+            part(old).copy_(&round(&new, &words(key, from, len, param.device())));
         }
     }
     Ok(())
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn steps_by_kernels_and_by_libtorchs_operations_are_the_same_up_to_rounding() {
-        // libtorch fuses products and sums, so a number that is close to a border may fall to its other side.
+        // libtorch fuses products and sums, so a number close to a border may fall on its other side.
         const MOST: f64 = 0.9999;
         let mut params = [waves(0.37), waves(0.37)];
         let mut blocks = [(); 2].map(|()| [true, false].map(|signed| Blocks::zeros_like(&params[0], signed)));

@@ -144,15 +144,15 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
         raises: bool,
     }
     let mut block = Block { repeats: 1, ..Block::default() };
-    // Bytes of the multiplied constants of this block, and of those before it.
-    let (mut own, mut earlier) = (0u128, 0u128);
+    // Bytes of the multiplied constants in this block, and in the blocks before it.
+    let (mut current, mut earlier) = (0u128, 0u128);
     for token in tokenize(source, false, syntax.clone()) {
         // The parser reports what is not a token.
         let Ok((token, span)) = token else { return Ok(()) };
         block.tokens += 1;
         match token {
             Token::VariableStart | Token::BlockStart => {
-                earlier = earlier.saturating_add(own);
+                earlier = earlier.saturating_add(current);
                 block = Block { repeats: 1, ..Block::default() };
             }
             Token::Str(text) => block.bytes += text.len() as u128,
@@ -165,12 +165,12 @@ fn check_blocks(source: &str, syntax: &SyntaxConfig) -> Result<(), Error> {
             _ => {}
         }
         let repeats = if block.raises { u128::MAX } else { block.repeats };
-        own = if block.multiplies { block.bytes.saturating_mul(repeats) } else { 0 };
+        current = if block.multiplies { block.bytes.saturating_mul(repeats) } else { 0 };
         let wrong = if block.tokens > MAX_TOKENS {
             format!("expected at most {MAX_TOKENS} tokens in one block")
-        } else if own > MAX_CONSTANT {
+        } else if current > MAX_CONSTANT {
             format!("expected constants that multiply to at most {MAX_CONSTANT} bytes")
-        } else if earlier.saturating_add(own) > MAX_CONSTANTS {
+        } else if earlier.saturating_add(current) > MAX_CONSTANTS {
             format!("expected constants that multiply to at most {MAX_CONSTANTS} bytes in all blocks")
         } else {
             continue;
@@ -477,7 +477,7 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
         _ => {}
     }
     let text = read_all(arguments)?;
-    let of = |value: &Value| read(value, 0);
+    let text_bytes = |value: &Value| read(value, 0);
     let count = |value: &Value| value.as_str().map_or(value.len().unwrap_or(0), str::len) as u64;
     let cost = match name {
         "batch" | "slice" => {
@@ -489,12 +489,13 @@ fn pay_for(name: &str, arguments: &[Value]) -> Result<(), Error> {
         }
         "replace" => {
             let [old, new] = [others.first(), others.get(1)].map(|value| value.map_or(String::new(), Value::to_string));
-            let subject = of(subject)?;
+            let subject = text_bytes(subject)?;
             (subject / (old.len() as u64).max(1) + 1).saturating_mul(new.len() as u64).saturating_add(text)
         }
         // Either may be the separator: `join` is a filter of a list and a method of a string.
         "join" => {
-            let between = |list: &Value, separator: &Value| Ok::<_, Error>(count(list).saturating_mul(of(separator)?));
+            let between =
+                |list: &Value, separator: &Value| Ok::<_, Error>(count(list).saturating_mul(text_bytes(separator)?));
             let separator = others.first().cloned().unwrap_or_default();
             between(subject, &separator)?.max(between(&separator, subject)?).saturating_add(text)
         }

@@ -35,7 +35,7 @@ impl ChatTemplate {
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
         let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
         let compiled = compiled.map(Arc::new).map_err(|e| explain(&e));
-        Self { file, source: source.to_string(), compiled, date: date::of_loaded() }
+        Self { file, source: source.to_string(), compiled, date: date::at_load() }
     }
 
     /// Whether the two templates have the same source.
@@ -110,11 +110,11 @@ impl ChatTemplate {
             }
             content => content,
         };
-        let own = end.as_str().ok_or_else(no_text)?.to_string();
+        let content_text = end.as_str().ok_or_else(no_text)?.to_string();
         // The space shows whether the template trims contents.
-        *end = format!("{own}{mark} ").into();
+        *end = format!("{content_text}{mark} ").into();
         let text = self.render_with(&messages, false, variables, "")?;
-        let at = text.rfind(&mark).filter(|_| text.contains(own.trim()));
+        let at = text.rfind(&mark).filter(|_| text.contains(content_text.trim()));
         let at = at.ok_or_else(|| fault("the chat template does not write its `content` as it is"))?;
         let is_kept = text[at + mark.len()..].starts_with(' ');
         Ok(if is_kept { text[..at].to_string() } else { text[..at].trim_end().to_string() })

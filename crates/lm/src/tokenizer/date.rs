@@ -42,11 +42,11 @@ pub fn now() -> String {
 
 /// Returns the date of the current [`FixedDate`], if there is one.
 pub fn fixed() -> Option<String> {
-    of_loaded().map(|date| date.to_string())
+    at_load().map(|date| date.to_string())
 }
 
-/// Returns the date that a template which is loaded now has.
-pub(super) fn of_loaded() -> Option<DateTime> {
+/// Returns the date for templates that are loaded now on this thread; none for the system's.
+pub(super) fn at_load() -> Option<DateTime> {
     OF_LOADED.get()
 }
 

@@ -10,12 +10,12 @@ use tokenizers::{AddedToken, ModelWrapper, Tokenizer};
 
 /// A tokenizer, and one more than the largest id of its tokens.
 pub(super) fn read(json: &[u8]) -> Result<(Tokenizer, i64), String> {
-    if let Some(found) = with_bpe(json) {
-        return Ok(found);
+    if let Some(tokenizer_and_ids) = with_bpe(json) {
+        return Ok(tokenizer_and_ids);
     }
-    let found = Tokenizer::from_bytes(json).map_err(|e| e.to_string())?;
-    let ids = found.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
-    Ok((found, ids))
+    let tokenizer = Tokenizer::from_bytes(json).map_err(|e| e.to_string())?;
+    let ids = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| i64::from(id) + 1);
+    Ok((tokenizer, ids))
 }
 
 /// A file whose model is BPE.
@@ -110,13 +110,13 @@ fn with_bpe(json: &[u8]) -> Option<(Tokenizer, i64)> {
         .byte_fallback(model.byte_fallback.unwrap_or_default())
         .ignore_merges(model.ignore_merges.unwrap_or_default());
     let model = builder.build().ok()?;
-    // The rules by the library's reader, beside an empty model. Added tokens get their ids from the model.
+    // The library reads the rules, with an empty model in place of the real one. Added tokens get their ids from the real model.
     rest.insert("model".into(), json!({ "type": "BPE", "vocab": {}, "merges": [] }));
-    let mut found = Tokenizer::from_bytes(Value::Object(rest).to_string()).ok()?;
-    found.with_model(ModelWrapper::BPE(model));
-    found.add_tokens(added_tokens.into_iter().map(|added| added.token)).ok()?;
-    let largest = largest.into_iter().chain(found.get_added_vocabulary().get_vocab().values().copied()).max();
-    Some((found, largest.map_or(0, |id| i64::from(id) + 1)))
+    let mut tokenizer = Tokenizer::from_bytes(Value::Object(rest).to_string()).ok()?;
+    tokenizer.with_model(ModelWrapper::BPE(model));
+    tokenizer.add_tokens(added_tokens.into_iter().map(|added| added.token)).ok()?;
+    let largest = largest.into_iter().chain(tokenizer.get_added_vocabulary().get_vocab().values().copied()).max();
+    Some((tokenizer, largest.map_or(0, |id| i64::from(id) + 1)))
 }
 
 #[cfg(test)]
@@ -140,15 +140,15 @@ mod tests {
     #[test]
     fn a_tokenizer_is_the_one_that_the_library_reads() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-        let mut of_bpe = 0;
+        let mut bpe_count = 0;
         let folders = ["tokenizers", "models"].map(|name| std::fs::read_dir(golden.join(name)).unwrap());
         for folder in folders.into_iter().flatten() {
             let path = folder.unwrap().path().join("tokenizer.json");
             if let Ok(json) = std::fs::read(&path) {
-                of_bpe += usize::from(assert_read_as_by_the_library(&path.display().to_string(), &json));
+                bpe_count += usize::from(assert_read_as_by_the_library(&path.display().to_string(), &json));
             }
         }
-        assert!(of_bpe > 0, "no tokenizer of the goldens is BPE");
+        assert!(bpe_count > 0, "no tokenizer of the goldens is BPE");
     }
 
     #[test]

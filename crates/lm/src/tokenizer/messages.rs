@@ -155,7 +155,7 @@ fn reads_values(source: &str) -> bool {
     tests_content(source, &["is mapping", "is iterable", "is sequence"])
 }
 
-/// Whether the template compares a content with none, as DeepSeek's: a content that is missing is not none there, and the calls beside it are not
+/// Whether the template compares a content with none, as DeepSeek's does: a missing content is not none there, and the message's calls are not
 /// written. transformers removes null from every message.
 fn compares_with_none(source: &str) -> bool {
     tests_content(source, &["is none", "is not none", "== none", "!= none", "== None", "!= None"])

@@ -35,23 +35,23 @@ pub(super) fn method(
     name: &str,
     arguments: &[Value],
 ) -> Result<Value, Error> {
-    let found = match value.as_str() {
-        Some(text) => of_text(text, name, arguments)?,
+    let result = match value.as_str() {
+        Some(text) => text_method(text, name, arguments)?,
         None if name == "index" && value.kind() == ValueKind::Seq => {
             let (item,): (&Value,) = from_args(arguments)?;
-            let at = value.try_iter()?.position(|own| own == *item);
+            let at = value.try_iter()?.position(|element| element == *item);
             Some(Value::from(at.ok_or_else(|| wrong("index: the item is not in the list"))?))
         }
         None => None,
     };
-    match found {
-        Some(found) => Ok(found),
+    match result {
+        Some(result) => Ok(result),
         None => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, arguments),
     }
 }
 
 /// Calls a method of a text that the engine lacks; `None` for any other.
-fn of_text(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Value>, Error> {
+fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Value>, Error> {
     let count = |end: usize| text[..end].chars().count();
     let one = || from_args::<(&str,)>(arguments).map(|(part,)| part);
     let filled = |before: bool| -> Result<Value, Error> {

@@ -13,7 +13,7 @@ const MAX_BYTES: f64 = 64.0 * 1024.0 * 1024.0;
 /// Maximum nesting depth of rules.
 const MAX_DEPTH: usize = 16;
 
-/// Bound up to which rules are those of real tokenizers, whose decoded texts are not measured beforehand.
+/// Bound that rules of real tokenizers stay within; below it, decoded texts are not measured beforehand.
 const ORDINARY: f64 = 64.0;
 
 /// Bounds on how much the rules of one tokenizer can expand a text.
@@ -33,7 +33,7 @@ struct Bound {
 impl Bound {
     const NONE: Self = Self { times: 1.0, more: 0.0 };
 
-    fn of(self, bytes: usize) -> f64 {
+    fn apply(self, bytes: usize) -> f64 {
         self.times * bytes as f64 + self.more
     }
 }
@@ -84,13 +84,13 @@ impl Growth {
 }
 
 fn check(bound: Bound, bytes: usize) -> Result<(), String> {
-    let found = bound.of(bytes);
+    let bound_bytes = bound.apply(bytes);
     // A long input is the user's choice.
-    if found <= MAX_BYTES.max(4.0 * bytes as f64) {
+    if bound_bytes <= MAX_BYTES.max(4.0 * bytes as f64) {
         return Ok(());
     }
     Err(format!(
-        "its rules may make {found:.3e} bytes of a text of {bytes}: expected at most {} MiB",
+        "its rules may make {bound_bytes:.3e} bytes of a text of {bytes}: expected at most {} MiB",
         MAX_BYTES / 1024.0 / 1024.0
     ))
 }

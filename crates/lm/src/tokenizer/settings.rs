@@ -1,6 +1,6 @@
-//! Settings of `tokenizer_config.json` that count in place of the rules of `tokenizer.json`, as in transformers.
+//! Settings of `tokenizer_config.json` that override the rules of `tokenizer.json`, as in transformers.
 
-use super::special::{Defaults, defaults_of};
+use super::special::{Defaults, class_defaults};
 use super::{TOKENIZER_CONFIG, read_if_present};
 use rlhf_base::{Error, Result};
 use serde::Deserialize;
@@ -12,7 +12,7 @@ use tokenizers::{ModelWrapper, Tokenizer};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Settings {
     rules: Rules,
-    /// The special tokens that count where no file sets them.
+    /// The special tokens that apply if no file sets them.
     pub(super) defaults: Defaults,
     /// Special tokens in a text are split like any other text.
     pub(super) split_special_tokens: bool,
@@ -24,13 +24,13 @@ pub(super) struct Settings {
 /// Rules that a class of transformers makes itself.
 #[derive(Debug, Clone, PartialEq)]
 enum Rules {
-    /// None: those of `tokenizer.json` count.
+    /// None: the rules of `tokenizer.json` apply.
     OfFile,
     /// The fields of BERT's normalizer, and the key that sets one of them, if there is one.
     Bert(Map<String, Value>, Option<&'static str>),
     /// Whether byte-level rules add a space before a text.
     ByteLevel(Option<bool>),
-    /// Whether SentencePiece's rules do.
+    /// Whether SentencePiece's rules add a space before a text.
     Llama(Option<bool>),
 }
 
@@ -80,7 +80,7 @@ impl Settings {
         };
         Ok(Self {
             rules,
-            defaults: defaults_of(name),
+            defaults: class_defaults(name),
             split_special_tokens: flag("split_special_tokens")?.unwrap_or(false),
             clean_up: flag("clean_up_tokenization_spaces")?.unwrap_or(false),
             clean_up_bpe: flag("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")?
@@ -97,10 +97,10 @@ impl Settings {
             return Ok(None);
         }
         // The reader of the whole file reports its errors.
-        let Ok(own) = serde_json::from_slice::<FileRules>(json) else { return Ok(None) };
-        let mut rules = own.clone();
+        let Ok(original) = serde_json::from_slice::<FileRules>(json) else { return Ok(None) };
+        let mut rules = original.clone();
         self.rules.apply(&mut rules, json).map_err(|message| Error::invalid(dir.join(TOKENIZER_CONFIG), message))?;
-        if rules == own {
+        if rules == original {
             return Ok(None);
         }
         let Ok(mut file) = serde_json::from_slice::<Map<String, Value>>(json) else { return Ok(None) };
@@ -134,8 +134,8 @@ impl Rules {
                 }
             }
             Self::ByteLevel(on) => {
-                let is_found = set_prefix(&mut rules.pre_tokenizer, on.unwrap_or(false));
-                if !is_found && *on == Some(true) {
+                let is_set = set_prefix(&mut rules.pre_tokenizer, on.unwrap_or(false));
+                if !is_set && *on == Some(true) {
                     return Err(format!(
                         "`{PREFIX}`: expected a ByteLevel pre-tokenizer in tokenizer.json, found none"
                     ));
@@ -144,9 +144,11 @@ impl Rules {
             Self::Llama(Some(on)) => {
                 // transformers takes a file with such rules as it is.
                 let is_bytes = std::str::from_utf8(json).is_ok_and(|text| text.contains("\"ByteLevel\""));
-                let own = adds_prefix(&rules.normalizer) || adds_prefix(&rules.pre_tokenizer);
-                if !is_bytes && own != *on {
-                    return Err(format!("`{PREFIX}`: expected {own}, as in the rules of tokenizer.json, found {on}"));
+                let adds_space = adds_prefix(&rules.normalizer) || adds_prefix(&rules.pre_tokenizer);
+                if !is_bytes && adds_space != *on {
+                    return Err(format!(
+                        "`{PREFIX}`: expected {adds_space}, as in the rules of tokenizer.json, found {on}"
+                    ));
                 }
             }
         }

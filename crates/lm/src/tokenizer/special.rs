@@ -12,11 +12,11 @@ const ADDED_TOKENS: &str = "added_tokens.json";
 /// Names of special tokens, which chat templates use.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Special tokens by name that count where no file sets them; without a token there is none.
+/// Special tokens by name that apply if no file sets them; `None`: the class has no such token.
 pub(super) type Defaults = &'static [(&'static str, Option<&'static str>)];
 
 /// Returns the special tokens that a class of transformers has by default.
-pub(super) fn defaults_of(class: &str) -> Defaults {
+pub(super) fn class_defaults(class: &str) -> Defaults {
     const END: Option<&str> = Some("<|endoftext|>");
     match class {
         "Qwen2Tokenizer" | "Qwen3_5Tokenizer" => {
@@ -67,11 +67,11 @@ const OF_MODEL: &str = "model_specific_special_tokens";
 pub(super) struct Described {
     /// The special tokens by name.
     pub(super) named: Map<String, Value>,
-    /// Tokens of `added_tokens_decoder`: in place of those of tokenizer.json, by their ids.
+    /// Tokens of `added_tokens_decoder`, by their ids: they replace those of tokenizer.json.
     listed: Vec<AddedToken>,
-    /// Further tokens, which are added where tokenizer.json has no such added token.
+    /// Further tokens, which are added if tokenizer.json does not have them as added tokens.
     further: Vec<AddedToken>,
-    /// The names among [`NAMES`] that they set, null included.
+    /// The names among [`NAMES`] that the files set, null included.
     set: Vec<&'static str>,
 }
 
@@ -88,10 +88,10 @@ impl Described {
         {
             settings.insert(LIST.into(), list);
         }
-        let mut found = Self::default();
+        let mut described = Self::default();
         let older = match config["added_tokens_decoder"].as_object() {
             Some(tokens) => {
-                found.listed = listed(tokens).ok_or_else(|| {
+                described.listed = listed(tokens).ok_or_else(|| {
                     let message = "`added_tokens_decoder`: expected objects with a `content`, found something else";
                     Error::invalid(dir.join(TOKENIZER_CONFIG), message)
                 })?;
@@ -108,14 +108,14 @@ impl Described {
             settings.insert(LIST.into(), list);
         }
         let (named, mut further) = named_in(&settings);
-        found.further = older_tokens(&older, &further);
-        found.further.append(&mut further);
+        described.further = older_tokens(&older, &further);
+        described.further.append(&mut further);
         let set = NAMES.into_iter().filter(|name| settings.contains_key(*name)).collect();
-        Ok(Self { named, set, ..found })
+        Ok(Self { named, set, ..described })
     }
 
-    /// Takes the tokens that the files do not set, as transformers does: the `defaults` of the class, of which `inner` has those that count, and
-    /// as the pad token that of the padding of tokenizer.json.
+    /// Fills in tokens that the files do not set, as transformers does: the `defaults` of the class that `inner` has, and as the pad token the
+    /// token of tokenizer.json's padding.
     pub(super) fn complete(&mut self, defaults: Defaults, padding: Option<&str>, inner: &Tokenizer) {
         let is_known = |token: &str| inner.token_to_id(token).is_some();
         for &(name, token) in defaults.iter().filter(|(name, _)| !self.set.contains(name)) {
@@ -140,7 +140,7 @@ impl Described {
         self.listed.iter().all(is_same) && self.missing_from(inner).next().is_none()
     }
 
-    /// The further tokens that `inner` has not as added tokens.
+    /// The further tokens that are no added tokens of `inner` yet.
     fn missing_from<'t>(&'t self, inner: &'t Tokenizer) -> impl Iterator<Item = &'t AddedToken> {
         let known = inner.get_added_vocabulary().get_vocab();
         self.further.iter().filter(|token| !token.content.is_empty() && !known.contains_key(&token.content))
@@ -155,7 +155,7 @@ impl Described {
     /// Adds the tokens to `inner`. Returns one more than the largest id among them.
     pub(super) fn add_to(&self, inner: &mut Tokenizer) -> tokenizers::Result<i64> {
         inner.add_tokens(self.listed.iter().cloned())?;
-        // At once, as each call builds the search for added tokens again.
+        // All in one call, since each call builds the search for added tokens again.
         let missing: Vec<AddedToken> = self.missing_from(inner).cloned().collect();
         inner.add_tokens(missing)?;
         let ids = self.listed.iter().chain(&self.further).filter_map(|token| inner.token_to_id(&token.content));
@@ -183,7 +183,7 @@ fn listed(tokens: &Map<String, Value>) -> Option<Vec<AddedToken>> {
     let mut tokens: Vec<(i64, &Value)> =
         tokens.iter().map(|(id, token)| (id.parse().unwrap_or(i64::MAX), token)).collect();
     tokens.sort_by_key(|(id, _)| *id);
-    tokens.into_iter().map(|(_, token)| token.is_object().then(|| token_of(token))?).collect()
+    tokens.into_iter().map(|(_, token)| token.is_object().then(|| parse_token(token))?).collect()
 }
 
 /// Replaces the settings of `tokenizer_config.json` by those of `special_tokens_map.json`, whose objects are special tokens.
@@ -207,30 +207,30 @@ fn merge(settings: &mut Map<String, Value>, map: &Value) {
 fn named_in(settings: &Map<String, Value>) -> (Map<String, Value>, Vec<AddedToken>) {
     let (mut named, mut tokens) = (Map::new(), Vec::new());
     for key in NAMES {
-        if let Some(token) = settings.get(key).and_then(token_of) {
+        if let Some(token) = settings.get(key).and_then(parse_token) {
             named.insert(key.into(), token.content.clone().into());
             tokens.push(token.special(true));
         }
     }
-    // Tokens of a model by their names, such as image_token; transformers passes over the map of them where others are texts with a key of
+    // Tokens of a model by their names, such as image_token. transformers skips the map of them if other such tokens are texts under keys of
     // their own.
-    let is_of_model = |key: &str| key.ends_with("_token") && !NAMES.contains(&key);
-    let mut of_model: Vec<(&String, &Value)> = settings.iter().filter(|(key, _)| is_of_model(key)).collect();
-    of_model.extend(settings.get(LIST).and_then(Value::as_object).into_iter().flatten());
-    if !of_model.iter().any(|(key, value)| value.is_string() || !settings.contains_key(*key)) {
-        of_model.extend(settings.get(OF_MODEL).and_then(Value::as_object).into_iter().flatten());
+    let is_model_token = |key: &str| key.ends_with("_token") && !NAMES.contains(&key);
+    let mut model_tokens: Vec<(&String, &Value)> = settings.iter().filter(|(key, _)| is_model_token(key)).collect();
+    model_tokens.extend(settings.get(LIST).and_then(Value::as_object).into_iter().flatten());
+    if !model_tokens.iter().any(|(key, value)| value.is_string() || !settings.contains_key(*key)) {
+        model_tokens.extend(settings.get(OF_MODEL).and_then(Value::as_object).into_iter().flatten());
     }
     // Tokens with a name are special, whatever their objects say.
-    for (name, token) in of_model.into_iter().filter_map(|(name, token)| Some((name, token_of(token)?))) {
+    for (name, token) in model_tokens.into_iter().filter_map(|(name, token)| Some((name, parse_token(token)?))) {
         named.insert(name.clone(), token.content.clone().into());
         tokens.push(token.special(true));
     }
     let list = settings.get(LIST).and_then(Value::as_array).into_iter().flatten();
-    tokens.extend(list.filter_map(token_of));
+    tokens.extend(list.filter_map(parse_token));
     (named, tokens)
 }
 
-/// The tokens of an `added_tokens.json`, which are special if they are among `special`.
+/// The tokens of an `added_tokens.json`; those that are in `special` are special.
 fn older_tokens(tokens: &Value, special: &[AddedToken]) -> Vec<AddedToken> {
     let mut tokens: Vec<(&String, i64)> =
         tokens.as_object().into_iter().flatten().filter_map(|(token, id)| Some((token, id.as_i64()?))).collect();
@@ -239,8 +239,8 @@ fn older_tokens(tokens: &Value, special: &[AddedToken]) -> Vec<AddedToken> {
     tokens.into_iter().map(|(token, _)| AddedToken::from(token.clone(), is_special(token))).collect()
 }
 
-/// The token of a text, which is special, or of an object with its `content`.
-fn token_of(value: &Value) -> Option<AddedToken> {
+/// The token that a text (always special) or an object with a `content` describes.
+fn parse_token(value: &Value) -> Option<AddedToken> {
     if let Value::String(text) = value {
         return Some(AddedToken::from(text.clone(), true));
     }

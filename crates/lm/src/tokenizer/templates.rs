@@ -50,7 +50,7 @@ impl Templates {
     ///
     /// # Errors
     /// As [`Templates::read`].
-    pub(super) fn of_file(file: &Path) -> Result<(Vec<u8>, Self)> {
+    pub(super) fn from_file(file: &Path) -> Result<(Vec<u8>, Self)> {
         let (bytes, template) = read_template(file)?;
         Ok((bytes, Self(vec![(DEFAULT.into(), template)])))
     }
@@ -63,8 +63,8 @@ impl Templates {
     ///
     /// # Errors
     /// If there is neither.
-    pub(super) fn of(&self, variables: &Map<String, Value>, dir: &Path) -> Result<&ChatTemplate> {
-        // The last one of a name.
+    pub(super) fn choose(&self, variables: &Map<String, Value>, dir: &Path) -> Result<&ChatTemplate> {
+        // Of several with one name, the last one counts.
         let named = |wanted: &str| self.0.iter().rfind(|(name, _)| name == wanted).map(|(_, template)| template);
         let has_tools = variables.get("tools").is_some_and(|tools| !tools.is_null());
         let with_tools = has_tools.then(|| named(TOOL_USE)).flatten();
@@ -150,9 +150,9 @@ fn further(folder: &Path) -> Vec<(String, PathBuf)> {
         let name = path.file_name()?.to_str()?.strip_suffix(".jinja")?.to_string();
         path.is_file().then_some((name, path))
     };
-    let mut found: Vec<_> = entries.filter_map(|entry| template(entry.path())).collect();
-    found.sort();
-    found
+    let mut templates: Vec<_> = entries.filter_map(|entry| template(entry.path())).collect();
+    templates.sort();
+    templates
 }
 
 #[cfg(test)]
@@ -163,36 +163,36 @@ mod tests {
 
     fn shown(templates: &Templates, tools: &Value) -> Result<String> {
         let variables = Map::from_iter([("tools".to_string(), tools.clone())]);
-        templates.of(&variables, Path::new("model"))?.render(&[user_message("hi")], true, [])
+        templates.choose(&variables, Path::new("model"))?.render(&[user_message("hi")], true, [])
     }
 
     #[test]
     fn a_conversation_with_tools_has_the_template_of_that_name_if_there_is_one() {
         let dir = tempfile::tempdir().unwrap();
         let list = json!({"chat_template": [{"name": "tool_use", "template": "with"}, {"name": "default", "template": "without"}]});
-        let of_config = Templates::read(dir.path(), &list).unwrap();
+        let from_config = Templates::read(dir.path(), &list).unwrap();
         let tools = json!([{"name": "f"}]);
         assert_eq!(
-            (shown(&of_config, &tools).unwrap(), shown(&of_config, &json!(null)).unwrap()),
+            (shown(&from_config, &tools).unwrap(), shown(&from_config, &json!(null)).unwrap()),
             ("with".into(), "without".into())
         );
-        assert_eq!(of_config.describe(), "tokenizer_config.json (tool_use, default)");
+        assert_eq!(from_config.describe(), "tokenizer_config.json (tool_use, default)");
         // Files count in place of the configuration.
         std::fs::write(dir.path().join(CHAT_TEMPLATE), "default file").unwrap();
         assert_eq!(shown(&Templates::read(dir.path(), &list).unwrap(), &tools).unwrap(), "default file");
         std::fs::create_dir(dir.path().join(FURTHER)).unwrap();
         std::fs::write(dir.path().join(FURTHER).join("tool_use.jinja"), "tool file").unwrap();
-        let of_files = Templates::read(dir.path(), &list).unwrap();
+        let from_files = Templates::read(dir.path(), &list).unwrap();
         assert_eq!(
-            (shown(&of_files, &tools).unwrap(), shown(&of_files, &json!(null)).unwrap()),
+            (shown(&from_files, &tools).unwrap(), shown(&from_files, &json!(null)).unwrap()),
             ("tool file".into(), "default file".into())
         );
         assert_eq!(further_templates(dir.path()), ["additional_chat_templates/tool_use.jinja"]);
         // They are saved, and read again.
         let saved = tempfile::tempdir().unwrap();
-        of_files.save(saved.path()).unwrap();
+        from_files.save(saved.path()).unwrap();
         std::fs::write(saved.path().join(CHAT_TEMPLATE), "default file").unwrap();
-        assert!(Templates::read(saved.path(), &json!(null)).unwrap().are_same(&of_files));
+        assert!(Templates::read(saved.path(), &json!(null)).unwrap().are_same(&from_files));
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub use stream::TurnStream;
 /// A text for the places of a conversation that do not matter, as in TRL.
 const DUMMY: &str = "dummy";
 
-/// Texts that no template has, by which a template shows what it writes.
+/// Texts that no template contains: where they appear in a rendering shows what the template writes.
 const SENTINELS: [&str; 4] = ["tool_name_5d1c", "tool_key_82fe", "tool_value_b07a", "tool_result_39c4"];
 
 /// A call of a tool that a model has written.
@@ -96,7 +96,7 @@ impl ToolTemplate {
                 ));
             }
         }
-        template.suffix(&[result_of(DUMMY, DUMMY)])?;
+        template.suffix(&[tool_result(DUMMY, DUMMY)])?;
         Ok(template)
     }
 
@@ -159,7 +159,7 @@ impl ToolTemplate {
         let calls = self.form.calls.tags().unwrap_or_default();
         let tags = [calls, REASONING_TAGS].as_flattened().concat();
         let mut kept = tokenizer.encode_verbatim(&tags)?;
-        // Not an unknown token.
+        // Drops an unknown token, which is no tag.
         kept.retain(|&id| tokenizer.decode_verbatim(&[id]).is_ok_and(|text| tags.contains(text.trim())));
         Ok(tokenizer.stream_with(prompt, kept))
     }
@@ -178,10 +178,10 @@ impl ToolTemplate {
         &prompt[start..]
     }
 
-    /// Starts to read a turn while it is sampled, with this beginning. The last `own` bytes of the beginning are returned with the text of the
-    /// turn, as a call that [`ToolTemplate::calling_prompt`] has begun.
-    pub fn turn<'t>(&'t self, beginning: String, own: usize, tools: &'t [Value]) -> TurnStream<'t> {
-        TurnStream::new(self, tools, beginning, own)
+    /// Starts to read a turn while it is sampled, with this beginning. The last `shown` bytes of the beginning are returned with the text of the
+    /// turn: for example a call that [`ToolTemplate::calling_prompt`] has begun.
+    pub fn turn<'t>(&'t self, beginning: String, shown: usize, tools: &'t [Value]) -> TurnStream<'t> {
+        TurnStream::new(self, tools, beginning, shown)
     }
 
     /// The template with further variables, such as `enable_thinking`.
@@ -228,8 +228,8 @@ impl ToolTemplate {
     /// Token ids between a turn that has been sampled, with its end-of-turn token, and the model's next turn: `messages`, which are the results of
     /// its calls (role `tool`, with `name` and `content`) or a user's next message, and the assistant's header.
     ///
-    /// They are the ids of a short conversation with `messages` that are not those of the same conversation without them, which are cut
-    /// after their last end-of-turn token: so they begin with the text after that token, a line break in most templates.
+    /// They are what the ids of a short conversation with `messages` have beyond the ids of the same conversation without them. The latter are cut
+    /// after their last end-of-turn token, so the result begins with the text after that token, a line break in most templates.
     ///
     /// # Errors
     /// If the template rejects the messages; if the one's ids are not a beginning of the other's.
@@ -256,7 +256,7 @@ impl ToolTemplate {
         }
     }
 
-    /// Whether the chat template writes a turn otherwise when another one follows, so that each turn is written as if it were the last one.
+    /// Whether each turn is rendered as if it were the last one, because the chat template writes a turn differently when another one follows.
     pub fn writes_turns_apart(&self) -> bool {
         self.renderer.by_turns
     }
@@ -268,7 +268,7 @@ impl ToolTemplate {
     /// Checks that the template writes a call and its result.
     fn check_results(&self) -> Result<()> {
         let [name, key, value, result] = SENTINELS;
-        let messages = [super::user_message(DUMMY), calling(name, &json!({key: value})), result_of(name, result)];
+        let messages = [super::user_message(DUMMY), calling(name, &json!({key: value})), tool_result(name, result)];
         let text = self.renderer.text(&messages, &[], End::Closed)?;
         match SENTINELS.iter().find(|sentinel| !text.contains(**sentinel)) {
             None => Ok(()),
@@ -281,33 +281,33 @@ impl ToolTemplate {
         }
     }
 
-    /// Whether the ids of a conversation that ends with a call are the beginning of those with its result: TRL's
+    /// Whether the ids of a conversation that ends with a call are the beginning of its ids with the call's result: TRL's
     /// `is_chat_template_prefix_preserving`.
     fn preserves_prefixes(&self) -> Result<bool> {
-        let messages = [super::user_message(DUMMY), calling(DUMMY, &json!({})), result_of(DUMMY, DUMMY)];
+        let messages = [super::user_message(DUMMY), calling(DUMMY, &json!({})), tool_result(DUMMY, DUMMY)];
         let before = self.encode(&messages[..2], &[], End::Closed)?;
         Ok(self.encode(&messages, &[], End::Prompt)?.starts_with(&before))
     }
 
-    /// Whether turns that are written as if each were the last one differ from what the template writes in one part that it leaves out, and in
-    /// nothing where the turn has reasoning.
+    /// Whether turns that are rendered as if each were the last one differ from the template's usual text only in one part that the latter leaves
+    /// out, and in nothing if the turn has reasoning.
     fn leaves_out_only(&self) -> Result<bool> {
         let [name, key, value, result] = SENTINELS;
-        let mut own = self.renderer.clone();
-        own.by_turns = false;
+        let mut at_once = self.renderer.clone();
+        at_once.by_turns = false;
         let mut call = calling(name, &json!({key: value}));
         let mut texts = |reasoning: Option<&str>| -> Result<(String, String)> {
             if let Some(reasoning) = reasoning {
                 call["reasoning_content"] = reasoning.into();
             }
-            let messages = [super::user_message(DUMMY), call.clone(), result_of(name, result)];
-            Ok((self.renderer.text(&messages, &[], End::Prompt)?, own.text(&messages, &[], End::Prompt)?))
+            let messages = [super::user_message(DUMMY), call.clone(), tool_result(name, result)];
+            Ok((self.renderer.text(&messages, &[], End::Prompt)?, at_once.text(&messages, &[], End::Prompt)?))
         };
         let (whole, shorter) = texts(None)?;
         let start = shared_start(&whole, &shorter);
         let is_part = whole.len() > shorter.len() && whole.ends_with(&shorter[start..]);
-        let (reasoned, own) = texts(Some("why"))?;
-        Ok(is_part && reasoned == own)
+        let (reasoned, original) = texts(Some("why"))?;
+        Ok(is_part && reasoned == original)
     }
 }
 
@@ -318,7 +318,7 @@ fn calling(name: &str, arguments: &Value) -> Value {
 }
 
 /// The message with a tool's result.
-fn result_of(name: &str, content: &str) -> Value {
+fn tool_result(name: &str, content: &str) -> Value {
     json!({"role": "tool", "name": name, "content": content})
 }
 

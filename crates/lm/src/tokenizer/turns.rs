@@ -21,7 +21,7 @@ pub(super) struct Turns<'a> {
 
 impl Turns<'_> {
     /// Renders the conversation. Returns its text and the byte ranges of the assistant's turns in it: each from the end of the generation
-    /// prompt to the end of the turn. A turn that the template leaves out has none.
+    /// prompt to the end of the turn. A turn that the template leaves out has no range.
     ///
     /// # Errors
     /// If the template fails, or the place of a turn cannot be found.
@@ -32,7 +32,7 @@ impl Turns<'_> {
             let begin = spans.last().map_or(0, |span| span.end);
             let span = match self.by_beginnings(&text, at) {
                 None => self.by_marks(&text, at, begin)?,
-                found => found,
+                span => span,
             };
             spans.extend(span.filter(|span| span.start >= begin && !span.is_empty()));
         }
@@ -43,7 +43,7 @@ impl Turns<'_> {
         self.template.render(messages, add_generation_prompt, self.variables.clone())
     }
 
-    /// Returns the place of turn `at`, if the text up to it and with it are the same alone and among the others.
+    /// Returns the place of turn `at`, if the text before it and the text with it are the same whether or not other messages follow.
     fn by_beginnings(&self, text: &str, at: usize) -> Option<Range<usize>> {
         // A template may refuse a part of a conversation.
         let before = self.render(&self.messages[..at], true).ok()?;
@@ -69,7 +69,7 @@ impl Turns<'_> {
         let alone = self.render(&messages[..=at], false).map_err(|e| self.not_found(at, &e.to_string()))?;
         let closing = alone.rsplit_once(&mark).map_or("", |(_, closing)| closing);
         let shared = shared_start(&text[end..], closing);
-        // Where the last turn is closed otherwise, the two may share the beginning of a mark.
+        // If the last turn is closed differently, the two closings may share the beginning of a mark.
         let end = match &closing[..shared] {
             all if all.len() == closing.len() => end + all.len(),
             part => {
@@ -80,13 +80,13 @@ impl Turns<'_> {
         Ok(Some(self.after_generation_prompt(text, at, begin..start)..end))
     }
 
-    /// Returns the length of the mark at the start of `rest`, the text after turn `at`, that stands for `closing`, the mark that closes that turn
-    /// where it is the last one: as `<|end|>` for `<|return|>` in gpt-oss's template. In `messages` the turn has a mark as its content.
+    /// Returns the length of the mark at the start of `rest`, the text after turn `at`, that stands in place of `closing`, the mark that closes this
+    /// turn if it is the last one: such as `<|end|>` for `<|return|>` in gpt-oss's template. In `messages` the turn's content is a mark.
     fn other_closing(&self, rest: &str, closing: &str, at: usize, messages: &[Value]) -> Option<usize> {
         let last = closing.trim();
         let (_, end) = MARKS.into_iter().find(|(start, end)| last.starts_with(start) && last.ends_with(end))?;
         let length = rest.find(end)? + end.len();
-        // It belongs to the turn if it is there whoever speaks next.
+        // The mark belongs to the turn if it is there whoever speaks next.
         let mark = messages[at]["content"].as_str()?;
         let next = messages.get(at + 1)?["role"].as_str()?;
         let role = if next == "user" { "system" } else { "user" };
@@ -118,9 +118,7 @@ impl Turns<'_> {
         // A template may leave out what its generation prompt adds for the last turn, such as `<think>`.
         let mut lengths = (prompt.len().div_ceil(3)..=prompt.len()).rev().filter(|len| prompt.is_char_boundary(*len));
         let region = &text[within.clone()];
-        lengths
-            .find_map(|len| region.rfind(&prompt[..len]).map(|found| within.start + found + len))
-            .unwrap_or(within.end)
+        lengths.find_map(|len| region.rfind(&prompt[..len]).map(|at| within.start + at + len)).unwrap_or(within.end)
     }
 
     fn not_found(&self, at: usize, why: &str) -> Error {

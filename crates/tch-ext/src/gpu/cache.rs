@@ -23,7 +23,7 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// Of the source `name` with this text, compiled by `compiler`, which are the compiler's version and its options.
+    /// The key of the source `name` with this text, compiled by `compiler`: the compiler's version and its options.
     pub(super) fn new(name: &str, source: &str, compiler: &str) -> Self {
         let hash = hash(&[compiler.as_bytes(), &[0], source.as_bytes()]);
         Self { name: name.into(), hash }
@@ -54,7 +54,8 @@ pub(super) fn cached(
     compile: impl FnOnce() -> Result<Vec<u8>, String>,
     load: impl Fn(&[u8]) -> Result<(), String>,
 ) -> Result<(), String> {
-    if let Some(binary) = folder.filter(|folder| is_own_folder(folder)).and_then(|folder| read(&key.file(folder), key))
+    if let Some(binary) =
+        folder.filter(|folder| is_private_folder(folder)).and_then(|folder| read(&key.file(folder), key))
         && load(&binary).is_ok()
     {
         return Ok(());
@@ -68,22 +69,22 @@ pub(super) fn cached(
 }
 
 /// Whether only this user may write to a file or folder.
-fn is_own(found: &Metadata) -> bool {
-    let of_process = std::fs::metadata("/proc/self");
-    of_process.is_ok_and(|own| own.uid() == found.uid()) && found.mode() & 0o022 == 0
+fn is_private(metadata: &Metadata) -> bool {
+    let process = std::fs::metadata("/proc/self");
+    process.is_ok_and(|process| process.uid() == metadata.uid()) && metadata.mode() & 0o022 == 0
 }
 
 /// Whether `folder` is there, and no link, and only this user may write to it.
-fn is_own_folder(folder: &Path) -> bool {
-    std::fs::symlink_metadata(folder).is_ok_and(|found| found.is_dir() && is_own(&found))
+fn is_private_folder(folder: &Path) -> bool {
+    std::fs::symlink_metadata(folder).is_ok_and(|metadata| metadata.is_dir() && is_private(&metadata))
 }
 
-/// The binary in `file`, if it is whole and of `key`, and the user's own.
+/// The binary in `file`, if it is whole, belongs to `key`, and only this user may write to it.
 fn read(file: &Path, key: &Key) -> Option<Vec<u8>> {
     let file = File::open(file).ok()?;
-    // Of the open file: the name may be given to another one meanwhile.
-    let found = file.metadata().ok()?;
-    if !found.is_file() || !is_own(&found) || found.len() > MOST_BYTES {
+    // Metadata of the open file: another file may get the name meanwhile.
+    let metadata = file.metadata().ok()?;
+    if !metadata.is_file() || !is_private(&metadata) || metadata.len() > MOST_BYTES {
         return None;
     }
     let mut entry = Vec::new();
@@ -93,11 +94,11 @@ fn read(file: &Path, key: &Key) -> Option<Vec<u8>> {
     (is_whole && !binary.is_empty()).then(|| binary.to_vec())
 }
 
-/// Stores a binary, whole or not at all: another process may write the same entry, or read it. Not in a folder that others may write to.
+/// Stores a binary, whole or not at all: another process may write the same entry, or read it. Refuses a folder that others may write to.
 fn write(folder: &Path, key: &Key, binary: &[u8]) -> std::io::Result<()> {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    if !is_own_folder(folder) {
+    if !is_private_folder(folder) {
         return Err(std::io::ErrorKind::PermissionDenied.into());
     }
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -133,7 +134,8 @@ mod tests {
         }
 
         fn files(&self) -> Vec<PathBuf> {
-            std::fs::read_dir(&self.0).map_or_else(|_| Vec::new(), |all| all.flatten().map(|of| of.path()).collect())
+            std::fs::read_dir(&self.0)
+                .map_or_else(|_| Vec::new(), |all| all.flatten().map(|entry| entry.path()).collect())
         }
     }
 
@@ -188,14 +190,14 @@ mod tests {
         let whole = std::fs::read(&file).unwrap();
         let mut flipped = whole.clone();
         *flipped.last_mut().unwrap() ^= 1;
-        let mut of_another = whole.clone();
-        of_another[MAGIC.len()] ^= 1;
-        for damaged in [&whole[..whole.len() - 3], &whole[..20], b"", &flipped, &of_another] {
+        let mut other_key = whole.clone();
+        other_key[MAGIC.len()] ^= 1;
+        for damaged in [&whole[..whole.len() - 3], &whole[..20], b"", &flipped, &other_key] {
             std::fs::write(&file, damaged).unwrap();
             assert_eq!(used(place, &key, b""), (b"a new binary".to_vec(), true));
             assert_eq!(std::fs::read(&file).unwrap(), whole);
         }
-        // Of a driver that takes it no more.
+        // A binary that the driver no longer takes.
         write(&folder.0, &key, b"an old binary").unwrap();
         assert_eq!(used(place, &key, b"an old binary"), (b"a new binary".to_vec(), true));
         assert!(!used(place, &key, b"").1);

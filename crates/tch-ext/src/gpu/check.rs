@@ -1,4 +1,4 @@
-//! Kernels against libtorch's operations, by numbers: before they are used on a GPU, and in tests.
+//! Compares the results of kernels with those of libtorch's operations: before the kernels are used on a GPU, and in tests.
 
 use super::{
     CachePlaces, CachedRows, GatedActivation, ThreadOrder, attention_of_step, emulate, gated, gated_halves,
@@ -18,8 +18,8 @@ const ROUNDING: f64 = 1.0 / 256.0;
 
 type Checked = Result<(), String>;
 
-/// Compares every kernel with libtorch's operations on tensors of `device`: small ones, with sizes and addresses that packs divide and that
-/// they do not, then those by which every loop of a kernel has a second round. On the processor the kernels are emulated meanwhile.
+/// Compares every kernel with libtorch's operations on tensors of `device`: first small ones, whose sizes and addresses are or are not multiples
+/// of a pack, then ones large enough that every loop of a kernel has a second round. On the processor the kernels are emulated.
 ///
 /// # Errors
 /// The first kernel whose numbers differ by more than rounding.
@@ -33,8 +33,7 @@ pub fn check_gpu_kernels(device: Device) -> Result<(), String> {
     check.large()
 }
 
-/// As [`check_gpu_kernels`], small tensors alone, by emulated kernels whose threads run in this order: a barrier that is missing shows in some
-/// order.
+/// As [`check_gpu_kernels`] for small tensors only, by emulated kernels whose threads run in this order: a missing barrier shows in some order.
 ///
 /// # Errors
 /// As [`check_gpu_kernels`].
@@ -51,7 +50,7 @@ struct Check {
     order: ThreadOrder,
     /// Whether tensors begin between multiples of 16 bytes.
     is_apart: bool,
-    /// Number of blocks that do the work which is divided over blocks, at most; 0: as many as are good.
+    /// The most blocks that divided work is spread over; 0: as many as suit the work.
     most_blocks: i64,
 }
 
@@ -97,7 +96,7 @@ impl Check {
         x.to_kind(kind).to_device(self.device)
     }
 
-    /// The tolerance of numbers that another kernel computes in the same way: none on the processor; a GPU's compiler may fuse other
+    /// The tolerance between kernels that compute the same numbers in the same way: none on the processor; a GPU's compiler may fuse different
     /// multiply-adds.
     fn same(self, kind: Kind) -> [f64; 2] {
         if self.device == Device::Cpu { [0.0, 0.0] } else { tolerance(kind) }
@@ -183,26 +182,26 @@ impl Check {
     fn logits(self, kind: Kind, vocab: i64) -> Checked {
         let what = |name: &str| format!("{name} of logits in {kind:?}, vocabulary of {vocab}");
         let (rows, temperature) = (3, 0.7);
-        let given = waves(&[rows, vocab], 0.73) * 9.0;
+        let input = waves(&[rows, vocab], 0.73) * 9.0;
         // An excluded token.
-        let _ = given.get(1).narrow(0, 5, 2).fill_(f64::NEG_INFINITY);
-        let given = given.to_kind(kind);
+        let _ = input.get(1).narrow(0, 5, 2).fill_(f64::NEG_INFINITY);
+        let input = input.to_kind(kind);
         let ids = Tensor::from_slice(&[0i64, vocab - 1, 17]);
         let [slopes, turns] = [0.31, 0.17].map(|frequency| waves(&[rows], frequency));
-        let all = (given.to_kind(Kind::Double) / temperature).set_requires_grad(true);
+        let all = (input.to_kind(Kind::Double) / temperature).set_requires_grad(true);
         let logprobs = all.log_softmax(-1, Kind::Double);
         let probs = logprobs.exp();
         let entropy = -(&probs * logprobs.clamp_min(-1e4)).sum_dim_intlist(1i64, false, Kind::Double);
-        let of_ids = logprobs.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
-        let loss = (&of_ids * &slopes + &entropy * &turns).sum(Kind::Double);
+        let chosen = logprobs.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
+        let loss = (&chosen * &slopes + &entropy * &turns).sum(Kind::Double);
         loss.backward();
         let expected = all.grad() / temperature;
 
         let (ids, [slopes, turns]) = (ids.to_device(self.device), [slopes, turns].map(|x| x.to_device(self.device)));
-        let mut logits = self.placed(&given);
+        let mut logits = self.placed(&input);
         let stats = self.kernels(|| logits_stats(&logits, temperature, &ids, true));
         let numbers = [CLOSE, CLOSE];
-        expect_close(&what("log-probabilities"), &stats.logprobs, &of_ids, numbers)?;
+        expect_close(&what("log-probabilities"), &stats.logprobs, &chosen, numbers)?;
         let stats_entropy = stats.entropy.as_ref().ok_or("no entropies")?;
         expect_close(&what("entropies"), stats_entropy, &entropy, numbers)?;
         let entropy = Some((stats_entropy, &turns));
@@ -212,14 +211,14 @@ impl Check {
 
     fn sampling(self, kind: Kind, vocab: i64) -> Checked {
         let temperature = 0.9;
-        // Of a large vocabulary fewer, which take the emulation long.
+        // Fewer draws from a large vocabulary: the emulation takes long.
         let draws = if vocab > 10_000 { vec![0.3f64] } else { vec![0.0, 0.3, 0.77, 0.999_999_9] };
         let rows = draws.len() as i64;
-        let given = (waves(&[rows, vocab], 1.37) * 6.0).to_kind(kind);
+        let input = (waves(&[rows, vocab], 1.37) * 6.0).to_kind(kind);
         let draws = Tensor::from_slice(&draws);
-        let logprobs = (given.to_kind(Kind::Double) / temperature).log_softmax(-1, Kind::Double);
+        let logprobs = (input.to_kind(Kind::Double) / temperature).log_softmax(-1, Kind::Double);
         let cumulative = logprobs.exp().cumsum(-1, Kind::Double);
-        let logits = self.placed(&given);
+        let logits = self.placed(&input);
         for draws in [Some(&draws), None] {
             let on_device = draws.map(|draws| draws.to_device(self.device));
             let (tokens, found) = self.kernels(|| logits_sample_on_device(&logits, temperature, on_device.as_ref()));
@@ -249,7 +248,7 @@ impl Check {
         let q = (waves(&[rows, heads, head_dim], 0.7) * 2.0).to_kind(kind);
         let [keys, values] = [0.37, 0.53]
             .map(|frequency| (waves(&[rows * capacity, kv_heads * head_dim], frequency) * 2.0).to_kind(kind));
-        let of_row = |(row, &len): (usize, &i64)| {
+        let row_attention = |(row, &len): (usize, &i64)| {
             let from = window.map_or(0, |window| (len - window).max(0));
             let part = |x: &Tensor| {
                 let all = x.narrow(0, row as i64 * capacity + from, len - from).view([-1, kv_heads, head_dim]);
@@ -258,8 +257,8 @@ impl Check {
             let scores = q.get(row as i64).to_kind(Kind::Double).unsqueeze(1).matmul(&part(&keys).transpose(1, 2));
             (scores * scale).softmax(-1, Kind::Double).matmul(&part(&values)).squeeze_dim(1)
         };
-        let expected = Tensor::stack(&lens.iter().enumerate().map(of_row).collect::<Vec<_>>(), 0);
-        // Keys are read in packs always: a cache begins where libtorch allocates it.
+        let expected = Tensor::stack(&lens.iter().enumerate().map(row_attention).collect::<Vec<_>>(), 0);
+        // Keys are always read in packs, since a cache begins where libtorch allocates it: their address is not shifted.
         let (q, values, keys) = (self.placed(&q), self.placed(&values), keys.to_device(self.device));
         let lengths = Tensor::from_slice(&lens).to_device(self.device);
         let cached = CachedRows { keys: &keys, values: &values, lengths: &lengths, capacity, longest: 310 };
@@ -270,10 +269,10 @@ impl Check {
 
     fn rotary(self, kind: Kind, [head_dim, half, parts]: [i64; 3]) -> Checked {
         let (tokens, heads, entries) = (5, 3, 2);
-        let given = waves(&[tokens, heads, entries, head_dim], 0.61).to_kind(kind);
+        let input = waves(&[tokens, heads, entries, head_dim], 0.61).to_kind(kind);
         let angles = waves(&[tokens, half], 0.9) * 3.0;
         let (cos, sin) = (angles.cos(), angles.sin());
-        let wide = given.to_kind(Kind::Double).set_requires_grad(true);
+        let wide = input.to_kind(Kind::Double).set_requires_grad(true);
         let [a, b] = [0, half].map(|start| wide.narrow(2, 0, parts).narrow(3, start, half));
         let view = |x: &Tensor| x.to_kind(Kind::Double).view([tokens, 1, 1, half]);
         let rest = wide.narrow(2, 0, parts).narrow(3, 2 * half, head_dim - 2 * half);
@@ -284,7 +283,7 @@ impl Check {
         (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
         for out in [Kind::Float, Kind::BFloat16] {
             let what = format!("rotary positions of {head_dim} dimensions, {kind:?} to {out:?}");
-            let x = self.placed(&given).set_requires_grad(true);
+            let x = self.placed(&input).set_requires_grad(true);
             let (cos, sin) = (self.placed(&cos), self.placed(&sin));
             self.kernels(|| {
                 let found = rotate(&x, (&cos, &sin), parts, out);
@@ -302,13 +301,13 @@ impl Check {
     fn norms(self, kind: Kind, width: i64) -> Checked {
         // Of two parts in the sums over rows.
         let (rows, eps) = (34, 1e-5);
-        let given = waves(&[rows, width], 0.77) * 2.0 + 0.3;
+        let input = waves(&[rows, width], 0.77) * 2.0 + 0.3;
         let (weight, bias) = (waves(&[width], 0.21) + 1.0, waves(&[width], 0.33));
         let slopes = waves(&[rows, width], 0.39).to_kind(kind);
         for (center, offset, has_bias) in [(false, 1.0, false), (true, 0.0, true)] {
             let what = |name: &str| format!("{name} of a norm to {kind:?}, width {width}, centred {center}");
             let leaf = |x: &Tensor, kind| x.to_kind(kind).copy().set_requires_grad(true);
-            let [x, w, b] = [&given, &weight, &bias].map(|x| leaf(x, Kind::Double));
+            let [x, w, b] = [&input, &weight, &bias].map(|x| leaf(x, Kind::Double));
             let factors = &w + offset;
             let expected = if center {
                 x.layer_norm([width], Some(&factors), Some(&b), eps, false)
@@ -317,7 +316,7 @@ impl Check {
             };
             (&expected * slopes.to_kind(Kind::Double)).sum(Kind::Double).backward();
             let on = |x: &Tensor| self.placed(x).set_requires_grad(true);
-            let [found_x, found_w, found_b] = [&given, &weight, &bias].map(on);
+            let [found_x, found_w, found_b] = [&input, &weight, &bias].map(on);
             self.kernels(|| {
                 let bias = has_bias.then_some(&found_b);
                 let found = norm(Norm { eps, center, offset }, &found_x, &found_w, bias, kind);
@@ -384,7 +383,7 @@ impl Check {
         Ok(())
     }
 
-    /// The halves of a row as gate and up have the numbers of two tensors.
+    /// The halves of a row as gate and up give the same numbers as two tensors.
     fn halves(self, kind: Kind, shape: [i64; 2]) -> Checked {
         let [rows, width] = shape;
         let both = (waves(&[rows, 2 * width], 0.45) * 3.0).to_kind(kind);
@@ -407,14 +406,14 @@ impl Check {
         })
     }
 
-    /// A residual sum with its norm has the numbers of both alone, and their gradients.
+    /// A residual sum with its norm gives the same numbers and gradients as the two operations one after the other.
     fn sums(self, kind: Kind, width: i64) -> Checked {
         let (shape, eps) = ([5, width], 1e-5);
         let x = waves(&shape, 0.77) * 2.0 + 0.3;
         let [first, second] = [0.5, 0.6].map(|frequency| waves(&shape, frequency).to_kind(kind));
         let (weight, bias) = (waves(&[width], 0.21) + 1.0, waves(&[width], 0.33));
         let slopes = self.placed(&waves(&shape, 0.39).to_kind(kind));
-        let of_sums = self.placed(&waves(&shape, 0.29));
+        let sum_slopes = self.placed(&waves(&shape, 0.29));
         for (center, offset, is_whole) in [(false, 1.0, false), (true, 0.0, true)] {
             let what =
                 |name: &str| format!("{name} of a sum and its norm in {kind:?}, width {width}, centred {center}");
@@ -422,7 +421,7 @@ impl Check {
             let leaves = || [&x, &first, &second, &weight, &bias].map(|x| self.placed(x).set_requires_grad(true));
             let (found, expected) = (leaves(), leaves());
             let learn = |sum: &Tensor, normed: &Tensor| {
-                ((sum * &of_sums).sum(Kind::Float) + (normed * &slopes).sum(Kind::Float)).backward();
+                ((sum * &sum_slopes).sum(Kind::Float) + (normed * &slopes).sum(Kind::Float)).backward();
             };
             self.kernels(|| {
                 let [x, a, b, w, c] = &found;
@@ -447,12 +446,12 @@ impl Check {
         Ok(())
     }
 
-    /// Keys and values of a step lie in the cache as a rotation and copies put them there; the rest of the cache stays.
+    /// Keys and values of a step are in the cache as a rotation and copies would put them there; the rest of the cache stays.
     fn cached(self, kind: Kind, [head_dim, half]: [i64; 2]) -> Checked {
         let (rows, heads, kv_heads, capacity) = (3, 4, 2, 5);
         let what = |name: &str| format!("{name} of a step in {kind:?}, {half} angles of {head_dim} dimensions");
         let width = (heads + 2 * kv_heads) * head_dim;
-        // Of one product, or, where queries, keys and values of a head lie side by side, of several.
+        // Queries, keys and values are parts of one product, or, in the second case, lie side by side for each head.
         let all = self.placed(&(waves(&[rows, width], 0.61) * 2.0).to_kind(kind));
         let part =
             |from: i64, count: i64| all.narrow(1, from * head_dim, count * head_dim).view([rows, count, head_dim]);
@@ -490,8 +489,8 @@ impl Check {
     fn quantized(self, kind: Kind, [width_out, width_in]: [i64; 2], rows: i64) -> Checked {
         let (count, block, nested_block) = (width_out * width_in, 32, 16);
         let blocks = count / block;
-        let number = |of: i64, factor: i64, modulus: i64| {
-            (Tensor::arange(of, (Kind::Int64, Device::Cpu)) * factor).remainder(modulus).to_kind(Kind::Uint8)
+        let number = |len: i64, factor: i64, modulus: i64| {
+            (Tensor::arange(len, (Kind::Int64, Device::Cpu)) * factor).remainder(modulus).to_kind(Kind::Uint8)
         };
         let codes = number(count / 2, 97, 256).to_device(self.device);
         let map = Tensor::linspace(-1.0, 1.0, 16, (Kind::Float, Device::Cpu)).to_device(self.device);
@@ -517,7 +516,7 @@ impl Check {
         Ok(())
     }
 
-    /// Steps in bf16 are those of the processor's kernel, but for rare numbers that a fused multiply-add rounds otherwise.
+    /// Steps in bf16 equal those of the processor's kernel, except for rare numbers that a fused multiply-add rounds otherwise.
     fn rounded_steps(self, count: i64) -> Checked {
         let keys = [5u64, 1 << 63, 77];
         let tensors = [0.2, 0.3, 0.4, 0.5].map(|frequency| waves(&[count], frequency));
@@ -540,7 +539,7 @@ impl Check {
         Ok(())
     }
 
-    /// Steps with moments in 8 bits are those of the processor's kernel, but for rare numbers at the border of two codes.
+    /// Steps with moments in 8 bits equal those of the processor's kernel, except for rare numbers at the border of two codes.
     fn blocked_steps(self) -> Checked {
         let count = 3 * 256 + 100;
         let [param, grad] = [0.2, 0.3].map(|frequency| waves(&[count], frequency));
@@ -595,7 +594,7 @@ fn expect_same(what: &str, found: &Tensor, expected: &Tensor) -> Checked {
     if share >= 0.99 { Ok(()) } else { Err(format!("{what}: {share:.3} of the numbers are the same, expected 0.99")) }
 }
 
-/// Number of middles below the least f32 with the same upper 16 bits, by those bits.
+/// For each value of the upper 16 bits of an f32: the number of middles below the least f32 with these bits.
 fn least_codes(middles: &Tensor) -> Tensor {
     let middles = Vec::<f32>::try_from(middles).expect("a vector of f32");
     let code = |bits: u32| {

@@ -44,11 +44,11 @@ pub(super) fn find<'n>(names: impl Iterator<Item = &'n str>, described: &Map<Str
         _ => Vec::new(),
     };
     let is_embedding = |module: &str| FAMILIES.iter().any(|family| family.names.embed == module);
-    // The second name of an embedding that stays tied is no change of its own.
+    // An embedding that stays tied has a second name, which is no further change.
     let ties = described.get(TIES) == Some(&Value::Bool(true));
     let is_whole =
         |name: &str, module: &str| !ties && (is_embedding(module) || is_lm_head(module)) && !is_in_module(name, &saved);
-    let of = |name: &str| {
+    let change = |name: &str| {
         let below = |end: &str| name.strip_suffix(end).and_then(|module| module.strip_suffix('.'));
         let (module, by) = if let Some(module) = below(EMBEDDING_ENDS[0]) {
             (module, By::Embedding)
@@ -61,19 +61,19 @@ pub(super) fn find<'n>(names: impl Iterator<Item = &'n str>, described: &Map<Str
         };
         Some(Changed { module: module.to_string(), by })
     };
-    names.filter_map(of).collect()
+    names.filter_map(change).collect()
 }
 
 /// The tokens of the embedding `module` in the setting `trainable_token_indices`.
 fn indices(setting: &Value, module: &str) -> Option<Vec<i64>> {
     let list = match setting {
-        Value::Object(of_modules) => of_modules.iter().find(|(name, _)| is_named(module, name))?.1,
+        Value::Object(modules) => modules.iter().find(|(name, _)| is_named(module, name))?.1,
         list => list,
     };
     list.as_array()?.iter().map(|id| id.as_i64().filter(|&id| id >= 0)).collect()
 }
 
-/// Changes the settings to those of an adapter beside which the modules `changed` are trained in full.
+/// Rewrites the settings for an adapter with the modules `changed` trained in full.
 pub(super) fn describe(described: &mut Map<String, Value>, changed: &[Changed]) {
     let mut saved = described.get(SAVED).and_then(Value::as_array).cloned().unwrap_or_default();
     saved.extend(changed.iter().map(|changed| json!(changed.module)));
@@ -83,7 +83,7 @@ pub(super) fn describe(described: &mut Map<String, Value>, changed: &[Changed]) 
         targets.retain(|target| !target.as_str().is_some_and(is_changed));
     }
     if described.remove(TOKENS).is_some_and(|setting| !setting.is_null()) {
-        // A head that is tied to the embedding has the new rows too.
+        // A head that is tied to the embedding gets the new rows too.
         described.insert(TIES.into(), true.into());
     }
 }

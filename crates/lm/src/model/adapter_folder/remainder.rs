@@ -7,8 +7,8 @@ use tch::{Kind, Tensor};
 /// A change of a setting's value.
 type Change<'c> = &'c dyn Fn(&Value) -> Value;
 
-/// A base from which PEFT subtracts the first matrices of an adapter, when it makes the adapter and whenever it opens it. Beside the
-/// base's own weights, `B A - B0 A0` is an adapter of twice the rank.
+/// A base from which PEFT subtracts the first matrices of an adapter, when it makes the adapter and whenever it opens it. On the unchanged
+/// base, the difference `B A - B0 A0` is an adapter of twice the rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Remainder {
     /// Without its largest singular values (PiSSA, Meng et al. 2024).
@@ -18,7 +18,7 @@ pub(super) enum Remainder {
 }
 
 impl Remainder {
-    /// By the setting `init_lora_weights`.
+    /// Returns the kind that the setting `init_lora_weights` names.
     pub(super) fn of(described: &Map<String, Value>) -> Option<Self> {
         match described.get("init_lora_weights")?.as_str()? {
             "pissa" => Some(Self::Pissa),
@@ -31,11 +31,11 @@ impl Remainder {
     pub(super) fn first(self, weight: &Tensor, r: i64, scale: f64) -> Result<[Tensor; 2]> {
         // CUDA's decompositions in f32 are less exact than the processor's.
         let wide = if weight.device().is_cuda() { weight.to_kind(Kind::Double) } else { weight.shallow_clone() };
-        let [b, a] = self.first_of(&wide, r, scale)?;
+        let [b, a] = self.decompose(&wide, r, scale)?;
         Ok([b.to_kind(weight.kind()), a.to_kind(weight.kind())])
     }
 
-    fn first_of(self, weight: &Tensor, r: i64, scale: f64) -> Result<[Tensor; 2]> {
+    fn decompose(self, weight: &Tensor, r: i64, scale: f64) -> Result<[Tensor; 2]> {
         match self {
             Self::Pissa => {
                 let (u, s, v) = weight.f_svd(true, true)?;
@@ -50,7 +50,7 @@ impl Remainder {
     }
 }
 
-/// The settings of an adapter of twice the rank with the same scales, on the base's own weights.
+/// The settings of an adapter of twice the rank with the same scales, on the unchanged base.
 pub(super) fn doubled(mut described: Map<String, Value>) -> Map<String, Value> {
     // Scales are alpha / r, or alpha / sqrt(r).
     let rslora = described.get("use_rslora") == Some(&Value::Bool(true));

@@ -1,4 +1,4 @@
-//! Attention of layers with heads of their own, some of which have the keys and values of an earlier layer (Gemma 4).
+//! Attention of layers that differ in their heads, some of which use the keys and values of an earlier layer (Gemma 4).
 
 use super::{Attention, Decoder, Layer, Pass, rotate};
 use tch::{Kind, Tensor};
@@ -22,7 +22,7 @@ impl Decoder {
                 .to_kind(self.compute)
         };
         let q = rotated(&projections[0], 0);
-        let own = projections.get(1).map(|keys| {
+        let keys_values = projections.get(1).map(|keys| {
             let values = by_head(projections.get(2).unwrap_or(keys)).to_kind(Kind::Float);
             // A norm without a weight.
             let values = values.rms_norm([heads.head_dim], None::<&Tensor>, self.shape.norm_eps);
@@ -30,15 +30,15 @@ impl Decoder {
         });
         let scores = &layer.scores;
         match &mut pass.attention {
-            Attention::Step(cache) => cache.attend_step(i, scores, &q, own.as_ref(), None),
-            Attention::Appended(cache) => cache.attend_appended(i, scores, &q, own.as_ref()),
+            Attention::Step(cache) => cache.attend_step(i, scores, &q, keys_values.as_ref(), None),
+            Attention::Appended(cache) => cache.attend_appended(i, scores, &q, keys_values.as_ref()),
             Attention::Sequences(layout, cache) => {
-                if let (Some(cache), Some((keys, values))) = (cache, &own) {
+                if let (Some(cache), Some((keys, values))) = (cache, &keys_values) {
                     cache.store_sequences(i, keys, values);
                 }
-                let (keys, values) = own.unwrap_or_else(|| {
-                    let of = heads.keys_of.and_then(|of| pass.keys.get(&of));
-                    let (keys, values) = of.expect("the layer that is the source came before");
+                let (keys, values) = keys_values.unwrap_or_else(|| {
+                    let earlier = heads.keys_from.and_then(|source| pass.keys.get(&source));
+                    let (keys, values) = earlier.expect("the layer that is the source came before");
                     (keys.shallow_clone(), values.shallow_clone())
                 });
                 let attended = layout.attend(scores, [&q, &keys, &values], None, None);

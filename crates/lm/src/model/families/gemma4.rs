@@ -35,7 +35,7 @@ pub(super) const GEMMA4: Family = Family {
             out: "down_proj",
             shared: None,
             bias: None,
-            stacking: Some(Stacking::Beside {
+            stacking: Some(Stacking::Parallel {
                 scales: ["router.scale", "router.per_expert_scale"],
                 norms: ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"],
             }),
@@ -47,7 +47,7 @@ pub(super) const GEMMA4: Family = Family {
 /// Kinds of layers in `rope_parameters`.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// Maximum width of the inputs of all layers, as that of any other table.
+/// Maximum width of the inputs of all layers, as of any other table.
 const MOST_WIDTH: i64 = 1 << 28;
 
 fn shape(f: &Fields<'_>) -> Result<Shape> {
@@ -72,14 +72,14 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
     let layers = shape.num_hidden_layers;
     let is_local = local_layers(f, layers)?;
     let layer_shapes = layer_shapes(f, &shape, &is_local)?;
-    let of_kind = |local: bool| is_local.iter().position(|found| *found == local);
+    let first_layer = |local: bool| is_local.iter().position(|layer| *layer == local);
     let default = json!({
         KINDS[0]: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         KINDS[1]: {"rope_type": "default", "rope_theta": 10000.0},
     });
     let rope = |local: bool| {
         // A kind without layers has the settings of the other.
-        let at = of_kind(local).or_else(|| of_kind(!local)).unwrap_or(0);
+        let at = first_layer(local).or_else(|| first_layer(!local)).unwrap_or(0);
         f.rope_of_kind(KINDS[usize::from(is_local[at])], layer_shapes[at].head_dim, &default)
     };
     let ropes = vec![rope(false)?, rope(true)?];
@@ -123,7 +123,7 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
     })
 }
 
-/// The experts beside the MLP of every layer, if there are any.
+/// The experts in addition to the MLP of every layer, if there are any.
 fn experts(f: &Fields<'_>, shape: &Shape) -> Result<Option<Experts>> {
     if !f.flag("enable_moe_block", false)? {
         return Ok(None);
@@ -164,28 +164,28 @@ fn layer_shapes(f: &Fields<'_>, shape: &Shape, is_local: &[bool]) -> Result<Vec<
     let values_are_keys = f.flag("attention_k_eq_v", false)?;
     let wide = f.flag("use_double_wide_mlp", false)?;
     let shared = f.count("num_kv_shared_layers", 0)? as usize;
-    let Some(own) = layers.checked_sub(shared).filter(|own| *own > 0) else {
+    let Some(first_shared) = layers.checked_sub(shared).filter(|first_shared| *first_shared > 0) else {
         return Err(f.wrong("num_kv_shared_layers", &format!("a number below the {layers} layers")));
     };
-    let heads = heads_of_layers(f, shape, (is_local, values_are_keys))?;
+    let heads = layer_heads(f, shape, (is_local, values_are_keys))?;
     let layer = |i: usize| {
         let [head_dim, kv_heads] = heads[i];
-        let source = is_local[..own].iter().rposition(|local| *local == is_local[i]);
+        let source = is_local[..first_shared].iter().rposition(|local| *local == is_local[i]);
         let Some(source) = source else {
             return Err(f.wrong("num_kv_shared_layers", "a layer of each kind before those that share its keys"));
         };
-        if i >= own && heads[source] != heads[i] {
+        if i >= first_shared && heads[source] != heads[i] {
             return Err(f.wrong("per_layer_config", "the same heads in layers that share keys and values"));
         }
         if shape.num_attention_heads % kv_heads != 0 {
             let expected = format!("numbers of key heads that divide {}", shape.num_attention_heads);
             return Err(f.wrong("num_global_key_value_heads", &expected));
         }
-        let factor = if wide && i >= own { 2 } else { 1 };
+        let factor = if wide && i >= first_shared { 2 } else { 1 };
         Ok(LayerShape {
             head_dim,
             kv_heads,
-            keys_of: (i >= own).then_some(source),
+            keys_from: (i >= first_shared).then_some(source),
             values_are_keys: values_are_keys && !is_local[i],
             intermediate_size: shape.intermediate_size * factor,
         })
@@ -194,7 +194,7 @@ fn layer_shapes(f: &Fields<'_>, shape: &Shape, is_local: &[bool]) -> Result<Vec<
 }
 
 /// Width and number of the key heads of each layer: by number of the layer in `per_layer_config`, or by the names for layers without a window.
-fn heads_of_layers(f: &Fields<'_>, shape: &Shape, (is_local, is_gated): (&[bool], bool)) -> Result<Vec<[i64; 2]>> {
+fn layer_heads(f: &Fields<'_>, shape: &Shape, (is_local, is_gated): (&[bool], bool)) -> Result<Vec<[i64; 2]>> {
     let usual = [shape.head_dim, shape.num_key_value_heads];
     let Some(by_layer) = f.present("per_layer_config") else {
         let kv_heads = if is_gated { f.size("num_global_key_value_heads", usual[1])? } else { usual[1] };
@@ -209,8 +209,8 @@ fn heads_of_layers(f: &Fields<'_>, shape: &Shape, (is_local, is_gated): (&[bool]
         if settings.keys().any(|key| !["head_dim", "num_key_value_heads"].contains(&key.as_str())) {
             return Err(wrong());
         }
-        let of_layer = Fields { raw: settings, ..*f };
-        heads[layer] = [of_layer.size("head_dim", usual[0])?, of_layer.size("num_key_value_heads", usual[1])?];
+        let fields = Fields { raw: settings, ..*f };
+        heads[layer] = [fields.size("head_dim", usual[0])?, fields.size("num_key_value_heads", usual[1])?];
     }
     Ok(heads)
 }

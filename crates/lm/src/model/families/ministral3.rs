@@ -35,10 +35,10 @@ fn shape(f: &Fields<'_>) -> Result<Shape> {
     }
     let f = &Fields { raw: &raw, ..*f };
     let settings = f.rope_settings()?;
-    let of_rope = Fields { raw: &settings, ..*f };
+    let rope_fields = Fields { raw: &settings, ..*f };
     let query_growth = QueryGrowth {
-        beta: of_rope.required("llama_4_scaling_beta")?,
-        original: of_rope.positive("original_max_position_embeddings", None)?,
+        beta: rope_fields.required("llama_4_scaling_beta")?,
+        original: rope_fields.positive("original_max_position_embeddings", None)?,
     };
     let shape = llama_like(f, &defaults)?;
     let windows = vec![f.window("sliding_window", None)?; shape.num_hidden_layers as usize];

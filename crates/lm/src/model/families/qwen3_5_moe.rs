@@ -1,4 +1,4 @@
-//! Qwen3.5 with experts in every layer, and an MLP beside them that every token goes through.
+//! Qwen3.5 with experts in every layer, and an additional MLP that every token goes through.
 
 use super::{Defaults, EXPERTS_WITH_SHARED, LLAMA_DEFAULTS, QWEN3_5, qwen3_5_like};
 use crate::model::rope::{ROPE, RopeKeys};

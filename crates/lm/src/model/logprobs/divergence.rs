@@ -1,8 +1,8 @@
-//! Divergence between the next-token distributions of a student and of its teacher, with its gradient: logits of both models are held a slice of
-//! tokens at a time, and the gradient replaces those of the student.
+//! Divergence between the next-token distributions of a student and of its teacher, with its gradient. Logits of both models are held for one
+//! slice of tokens at a time, and the gradient replaces the student's logits in place.
 
 use super::{
-    Distributions, LmHead, LogitsUse, SliceKernels, entropy_of, joined, rows_of, uses_kernels, with_rounded_rows,
+    Distributions, LmHead, LogitsUse, SliceKernels, joined, narrow_rows, row_entropy, uses_kernels, with_rounded_rows,
 };
 use std::ops::Range;
 use tch::{Kind, Tensor};
@@ -20,9 +20,9 @@ pub struct Divergence {
     pub top_k: usize,
     /// With `top_k`: whether all other tokens together are one more outcome; otherwise the others' probabilities are divided among the `top_k`.
     pub tail: bool,
-    /// Compares the token in each place alone: the difference of its log-probabilities under student and teacher, whose gradient is that of a
-    /// policy gradient with the negative difference as the advantage. In the mean over tokens that the student samples it is the divergence of
-    /// `beta` = 1.
+    /// Compares only the log-probabilities of the token in each place. The divergence is their difference, student minus teacher, and its gradient
+    /// that of a policy gradient with the negative difference as the advantage. On average over tokens that the student samples, it is the
+    /// divergence of `beta` = 1.
     pub sampled: bool,
 }
 
@@ -39,7 +39,7 @@ pub struct TokenDivergences {
     pub entropy: Tensor,
 }
 
-/// The distributions that a student is compared with: those of the sequences `rows` of a teacher's, in the order of the batch.
+/// The teacher's distributions that a student is compared with, in the order of the batch.
 #[derive(Debug, Clone, Copy)]
 pub struct TeacherRows<'a> {
     /// The teacher's distributions.
@@ -56,7 +56,13 @@ fn row_products(a: &Tensor, b: &Tensor) -> Tensor {
 impl Divergence {
     /// Returns the numbers of the tokens `ids` `[n]` with these logits, `[n, vocab]` each, and the gradient of each token's divergence with
     /// respect to the student's logits, `[n, common]`, over the ids that both vocabularies have.
-    fn of(&self, student: &Tensor, teacher: &Tensor, ids: &Tensor, learns: bool) -> (TokenDivergences, Option<Tensor>) {
+    fn compute(
+        &self,
+        student: &Tensor,
+        teacher: &Tensor,
+        ids: &Tensor,
+        learns: bool,
+    ) -> (TokenDivergences, Option<Tensor>) {
         let common = student.size()[1].min(teacher.size()[1]);
         let logprobs = |logits: &Tensor| {
             let logits = logits.narrow(1, 0, common).to_kind(Kind::Float);
@@ -64,10 +70,10 @@ impl Divergence {
             logits.log_softmax(-1, Kind::Float)
         };
         let (student, teacher) = (logprobs(student), logprobs(teacher));
-        let of_ids = |all: &Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
-        let (of_student, of_teacher, entropy) = (of_ids(&student), of_ids(&teacher), entropy_of(&student));
+        let gathered = |all: &Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
+        let (logprobs, teacher_logprobs, entropy) = (gathered(&student), gathered(&teacher), row_entropy(&student));
         let (divergence, gradient) = if self.sampled {
-            let loss = &of_student - &of_teacher;
+            let loss = &logprobs - &teacher_logprobs;
             let slopes = learns.then(|| {
                 let (ids, ones) = (ids.unsqueeze(1), loss.ones_like().unsqueeze(1));
                 // The gradient of a log-probability: 1 for the token itself, less all probabilities.
@@ -75,44 +81,44 @@ impl Divergence {
             });
             (loss, slopes)
         } else if self.top_k > 0 && (self.top_k as i64) < common {
-            self.of_top(&student, &teacher, learns)
+            self.over_top_k(&student, &teacher, learns)
         } else {
-            self.of_all(&student, &teacher, learns)
+            self.over_all(&student, &teacher, learns)
         };
-        let numbers = TokenDivergences { divergence, logprobs: of_student, teacher_logprobs: of_teacher, entropy };
-        // The slope of log-probabilities at logits / temperature by the logits.
+        let numbers = TokenDivergences { divergence, logprobs, teacher_logprobs, entropy };
+        // The logits were divided by the temperature: so is their gradient.
         (numbers, gradient.map(|gradient| if self.temperature == 1.0 { gradient } else { gradient / self.temperature }))
     }
 
     /// The divergence of each row of log-probabilities, `[n]`, and its gradient with respect to the student's logits.
-    fn of_all(&self, student: &Tensor, teacher: &Tensor, learns: bool) -> (Tensor, Option<Tensor>) {
+    fn over_all(&self, student: &Tensor, teacher: &Tensor, learns: bool) -> (Tensor, Option<Tensor>) {
         let p = student.exp();
         if self.beta == 0.0 {
             let q = teacher.exp();
             let divergence = row_products(&q, &(teacher - student)).view([-1]);
             return (divergence, learns.then(|| p - q));
         }
-        // d = log p - log m, where m is the teacher for beta = 1, else the mixture. The derivative by log p of the whole divergence is
-        // (1 - beta) p d but for a constant per row, which the softmax removes; of beta = 1, p d.
-        let (d, of_teacher, share) = if self.beta == 1.0 {
+        // d = log p - log m, where m is the teacher for beta = 1, else the mixture. The derivative of the whole divergence by log p is
+        // (1 - beta) p d, or p d for beta = 1, plus a constant per row, which the softmax removes.
+        let (d, teacher_term, share) = if self.beta == 1.0 {
             (student - teacher, None, 1.0)
         } else {
             let mixture = (student + (1.0 - self.beta).ln()).logaddexp(&(teacher + self.beta.ln()));
-            let of_teacher = row_products(&teacher.exp(), &(teacher - &mixture)) * self.beta;
-            (student - mixture, Some(of_teacher), 1.0 - self.beta)
+            let teacher_term = row_products(&teacher.exp(), &(teacher - &mixture)) * self.beta;
+            (student - mixture, Some(teacher_term), 1.0 - self.beta)
         };
-        let of_student = row_products(&p, &d);
-        let divergence = match of_teacher {
-            Some(of_teacher) => of_teacher + &of_student * share,
-            None => of_student.shallow_clone(),
+        let student_term = row_products(&p, &d);
+        let divergence = match teacher_term {
+            Some(teacher_term) => teacher_term + &student_term * share,
+            None => student_term.shallow_clone(),
         };
-        (divergence.view([-1]), learns.then(|| p * (d - of_student) * share))
+        (divergence.view([-1]), learns.then(|| p * (d - student_term) * share))
     }
 
-    /// As [`Divergence::of_all`], over the teacher's likeliest tokens.
-    fn of_top(&self, student: &Tensor, teacher: &Tensor, learns: bool) -> (Tensor, Option<Tensor>) {
+    /// As [`Divergence::over_all`], over the teacher's likeliest tokens.
+    fn over_top_k(&self, student: &Tensor, teacher: &Tensor, learns: bool) -> (Tensor, Option<Tensor>) {
         let (teacher, ids) = teacher.topk(self.top_k as i64, -1, true, true);
-        let own = student.gather(1, &ids, false).detach().set_requires_grad(learns);
+        let top_student = student.gather(1, &ids, false).detach().set_requires_grad(learns);
         let whole = |part: &Tensor| {
             if !self.tail {
                 return part.log_softmax(-1, Kind::Float);
@@ -122,13 +128,13 @@ impl Divergence {
             Tensor::cat(&[part, &(-sum.expm1()).log()], -1)
         };
         let (divergence, sum) = tch::with_grad(|| {
-            let divergence = self.of_few(&whole(&own), &whole(&teacher));
+            let divergence = self.between(&whole(&top_student), &whole(&teacher));
             let sum = divergence.sum(Kind::Float);
             (divergence, sum)
         });
         let gradient = learns.then(|| {
             sum.backward();
-            let slope = own.grad();
+            let slope = top_student.grad();
             let total = slope.sum_dim_intlist(-1i64, true, Kind::Float);
             (-student.exp() * total).scatter_add(1, &ids, &slope)
         });
@@ -136,7 +142,7 @@ impl Divergence {
     }
 
     /// The divergence of each row of log-probabilities, differentiable.
-    fn of_few(&self, student: &Tensor, teacher: &Tensor) -> Tensor {
+    fn between(&self, student: &Tensor, teacher: &Tensor) -> Tensor {
         let kl = |p: &Tensor, q: &Tensor| (p.exp() * (p - q)).sum_dim_intlist(-1i64, false, Kind::Float);
         if self.beta == 0.0 {
             kl(teacher, student)
@@ -175,10 +181,14 @@ impl LmHead {
     }
 
     /// Ranges of rows whose logits of both models may be held at once.
-    fn slices_of_both(&self, teacher: &Self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
-        let own = self.vocab_size();
-        // On a CPU they are those of the student alone.
-        let vocab = if self.linear.held().device().is_cuda() { own.max(teacher.vocab_size()) } else { own };
+    fn joint_slices(&self, teacher: &Self, rows: i64) -> impl Iterator<Item = Range<i64>> + use<> {
+        let student_vocab = self.vocab_size();
+        // On a CPU, only the student's vocabulary counts.
+        let vocab = if self.linear.stored_weight().device().is_cuda() {
+            student_vocab.max(teacher.vocab_size())
+        } else {
+            student_vocab
+        };
         self.slices_for(rows, vocab, LogitsUse::DIVERGENCE)
     }
 
@@ -191,11 +201,11 @@ impl LmHead {
         divergence: &Divergence,
     ) -> TokenDivergences {
         let slice = |range: Range<i64>| {
-            let own = self.plain_logits(&rows_of(hidden, &range));
-            let others = teacher.0.head.plain_logits(&rows_of(teacher.1, &range));
-            divergence.of(&own, &others, &rows_of(ids, &range), false).0
+            let student_logits = self.plain_logits(&narrow_rows(hidden, &range));
+            let teacher_logits = teacher.0.head.plain_logits(&narrow_rows(teacher.1, &range));
+            divergence.compute(&student_logits, &teacher_logits, &narrow_rows(ids, &range), false).0
         };
-        let slices = self.slices_of_both(&teacher.0.head, hidden.size()[0]);
+        let slices = self.joint_slices(&teacher.0.head, hidden.size()[0]);
         let parts: Vec<TokenDivergences> = tch::no_grad(|| slices.map(slice).collect());
         TokenDivergences::join(&parts, hidden.device())
     }
@@ -213,33 +223,35 @@ impl LmHead {
         let by_kernels = self.softcap.is_none() && uses_kernels(self.compute, hidden.device());
         let mut kernels = by_kernels.then(|| SliceKernels::new(self));
         let mut parts = Vec::new();
-        for range in self.slices_of_both(&teacher.0.head, hidden.size()[0]) {
-            let (own, mut of_hidden) = (rows_of(hidden, &range).detach(), rows_of(&gradient, &range));
-            let (ids, count) = (rows_of(ids, &range), range.end - range.start);
-            let others = tch::no_grad(|| teacher.0.head.plain_logits(&rows_of(teacher.1, &range)));
+        for range in self.joint_slices(&teacher.0.head, hidden.size()[0]) {
+            let (hidden, mut hidden_gradient) = (narrow_rows(hidden, &range).detach(), narrow_rows(&gradient, &range));
+            let ids = narrow_rows(ids, &range);
+            let count = range.end - range.start;
+            let teacher_logits = tch::no_grad(|| teacher.0.head.plain_logits(&narrow_rows(teacher.1, &range)));
             let slopes = |logits: &Tensor| {
-                let (numbers, slopes) = tch::no_grad(|| divergence.of(&logits.detach(), &others, &ids, true));
-                let slopes = slopes.expect("it was asked for") * rows_of(weights, &range).unsqueeze(1);
-                // An id that the teacher does not have has no part in it.
+                let (numbers, slopes) =
+                    tch::no_grad(|| divergence.compute(&logits.detach(), &teacher_logits, &ids, true));
+                let slopes = slopes.expect("it was asked for") * narrow_rows(weights, &range).unsqueeze(1);
+                // Ids that the teacher does not have get no gradient.
                 let above = logits.size()[1] - slopes.size()[1];
                 let slopes = if above > 0 { slopes.constant_pad_nd([0, above]) } else { slopes };
                 (numbers, slopes.to_kind(logits.kind()))
             };
             parts.push(match &mut kernels {
                 Some(kernels) => {
-                    let (padded, all) = kernels.logits(&own);
+                    let (padded, all) = kernels.logits(&hidden);
                     let mut logits = all.narrow(0, 0, count);
                     let (numbers, slopes) = slopes(&logits);
                     logits.copy_(&slopes);
-                    kernels.finish(&padded, &all, count, &mut of_hidden);
+                    kernels.finish(&padded, &all, count, &mut hidden_gradient);
                     numbers
                 }
                 None => {
-                    let own = own.set_requires_grad(true);
-                    let logits = self.forward(&own);
+                    let hidden = hidden.set_requires_grad(true);
+                    let logits = self.forward(&hidden);
                     let (numbers, slopes) = slopes(&logits);
                     tch_ext::backward(&logits, &slopes);
-                    of_hidden.copy_(&own.grad());
+                    hidden_gradient.copy_(&hidden.grad());
                     numbers
                 }
             });
@@ -277,7 +289,7 @@ mod tests {
         let stored = Tensor::read_safetensors(dir.join("final.safetensors")).unwrap();
         let stored = |name: &str| {
             let name = format!("losses.{name}");
-            stored.iter().find(|(found, _)| *found == name).unwrap_or_else(|| panic!("{name}")).1.shallow_clone()
+            stored.iter().find(|(key, _)| *key == name).unwrap_or_else(|| panic!("{name}")).1.shallow_clone()
         };
         let (student, teacher) = (stored("student"), stored("teacher"));
         let ids = Tensor::from_slice(&[0i64, 5, 40, 7, 9, 11]);
@@ -292,7 +304,7 @@ mod tests {
                 tail: case["tail"].as_bool().unwrap(),
                 sampled: false,
             };
-            let (found, gradient) = tch::no_grad(|| divergence.of(&student, &teacher, &ids, true));
+            let (found, gradient) = tch::no_grad(|| divergence.compute(&student, &teacher, &ids, true));
             let (loss, slopes) = (stored(&format!("{at}.loss")), stored(&format!("{at}.gradient")));
             assert!(largest(&found.divergence, &loss) < 1e-5, "{case}: {}", largest(&found.divergence, &loss));
             assert!(largest(&gradient.unwrap(), &slopes) < 1e-5, "{case}");
@@ -303,32 +315,38 @@ mod tests {
     fn slices_of_heads_with_other_widths_and_vocabularies_have_the_gradients_of_autograd() {
         let (width, wide) = (8, 12);
         // The first are two slices.
-        for (rows, own, other) in [(300, 32000, 31900), (5, 40, 48)] {
-            let (student, teacher) = (head(own, width, 7.0), head(other, wide, 5.0));
-            let common = own.min(other);
+        for (rows, vocab, teacher_vocab) in [(300, 32000, 31900), (5, 40, 48)] {
+            let (student, teacher) = (head(vocab, width, 7.0), head(teacher_vocab, wide, 5.0));
+            let common = vocab.min(teacher_vocab);
             let (hidden, states) = (random([rows, width], 3.0), random([rows, wide], 2.0));
-            let of = Distributions::new(&teacher, &states, &[rows], false);
+            let distributions = Distributions::new(&teacher, &states, &[rows], false);
             let ids = Tensor::arange(rows, (Kind::Int64, Device::Cpu)) * 3;
             let weights = Tensor::arange(rows, (Kind::Float, Device::Cpu)).sin() / rows as f64;
             let divergence = Divergence { beta: 0.3, temperature: 0.7, top_k: 0, tail: true, sampled: false };
             assert!(rows < 100 || student.slices(rows).count() > 1);
-            let weight = student.linear.held().set_requires_grad(true);
-            let (found, gradient) = student.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
-            let of_weight = weight.grad().copy();
+            let weight = student.linear.stored_weight().set_requires_grad(true);
+            let (found, gradient) =
+                student.divergence_gradient(&hidden, (&distributions, &states), &ids, (&divergence, &weights));
+            let weight_gradient = weight.grad().copy();
             // Again, with all logits at once.
             let leaf = hidden.copy().set_requires_grad(true);
-            let own = weight.detach().copy().set_requires_grad(true);
+            let weight_leaf = weight.detach().copy().set_requires_grad(true);
             let all = |logits: Tensor| (logits.narrow(1, 0, common) / 0.7).log_softmax(-1, Kind::Float);
-            let (s, t) = (all(leaf.matmul(&own.tr())), all(states.matmul(&teacher.linear.held().tr())));
+            let (s, t) =
+                (all(leaf.matmul(&weight_leaf.tr())), all(states.matmul(&teacher.linear.stored_weight().tr())));
             let mixture = (s.exp() * 0.7 + t.exp() * 0.3).log();
             let kl = |p: &Tensor| (p.exp() * (p - &mixture)).sum_dim_intlist(-1i64, false, Kind::Float);
             let expected = kl(&t) * 0.3 + kl(&s) * 0.7;
             (&expected * &weights).sum(Kind::Float).backward();
             assert!(largest(&found.divergence, &expected) < 1e-5, "{}", largest(&found.divergence, &expected));
             assert!(largest(&gradient, &leaf.grad()) < 1e-7, "{:e}", largest(&gradient, &leaf.grad()));
-            assert!(largest(&of_weight, &own.grad()) < 1e-6, "{:e}", largest(&of_weight, &own.grad()));
+            assert!(
+                largest(&weight_gradient, &weight_leaf.grad()) < 1e-6,
+                "{:e}",
+                largest(&weight_gradient, &weight_leaf.grad())
+            );
             // Without a gradient the numbers are the same.
-            let again = student.divergences(&hidden, (&of, &states), &ids, &divergence);
+            let again = student.divergences(&hidden, (&distributions, &states), &ids, &divergence);
             assert!(largest(&again.divergence, &found.divergence) < 1e-6);
             assert!(largest(&again.teacher_logprobs, &found.teacher_logprobs) < 1e-6);
         }
@@ -336,18 +354,19 @@ mod tests {
 
     #[test]
     fn sampled_tokens_have_the_policy_gradient_of_autograd_over_the_ids_of_both_vocabularies() {
-        for (own, other) in [(40, 48), (48, 40)] {
-            let (student, teacher) = (head(own, 8, 7.0), head(other, 12, 5.0));
+        for (vocab, teacher_vocab) in [(40, 48), (48, 40)] {
+            let (student, teacher) = (head(vocab, 8, 7.0), head(teacher_vocab, 12, 5.0));
             let (hidden, states) = (random([5, 8], 3.0), random([5, 12], 2.0));
-            let of = Distributions::new(&teacher, &states, &[5], false);
+            let distributions = Distributions::new(&teacher, &states, &[5], false);
             let ids = Tensor::arange(5, (Kind::Int64, Device::Cpu)) * 3;
             let weights = Tensor::arange(5, (Kind::Float, Device::Cpu)).sin();
             let divergence = Divergence { beta: 1.0, temperature: 0.7, top_k: 0, tail: true, sampled: true };
-            let (found, gradient) = student.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
+            let (found, gradient) =
+                student.divergence_gradient(&hidden, (&distributions, &states), &ids, (&divergence, &weights));
             let leaf = hidden.copy().set_requires_grad(true);
             let all = |logits: Tensor| (logits.narrow(1, 0, 40) / 0.7).log_softmax(-1, Kind::Float);
-            let of_ids = |all: Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
-            let (s, t) = (of_ids(all(student.forward(&leaf))), of_ids(all(teacher.forward(&states))));
+            let gathered = |all: Tensor| all.gather(1, &ids.unsqueeze(1), false).squeeze_dim(1);
+            let (s, t) = (gathered(all(student.forward(&leaf))), gathered(all(teacher.forward(&states))));
             let advantages = &t - s.detach();
             (-(advantages * &s * &weights)).sum(Kind::Float).backward();
             assert!(largest(&found.divergence, &(s - t)) < 1e-5);
@@ -360,11 +379,12 @@ mod tests {
         let capped = LmHead { softcap: Some(2.0), ..head(40, 8, 7.0) };
         let (hidden, states) = (random([5, 8], 3.0), random([5, 8], 2.0));
         let teacher = head(40, 8, 5.0);
-        let of = Distributions::new(&teacher, &states, &[5], false);
+        let distributions = Distributions::new(&teacher, &states, &[5], false);
         let ids = Tensor::arange(5, (Kind::Int64, Device::Cpu));
         let divergence = Divergence { beta: 1.0, temperature: 1.0, top_k: 0, tail: true, sampled: false };
         let weights = Tensor::ones([5], (Kind::Float, Device::Cpu));
-        let (_, gradient) = capped.divergence_gradient(&hidden, (&of, &states), &ids, (&divergence, &weights));
+        let (_, gradient) =
+            capped.divergence_gradient(&hidden, (&distributions, &states), &ids, (&divergence, &weights));
         let leaf = hidden.copy().set_requires_grad(true);
         let s = capped.forward(&leaf).log_softmax(-1, Kind::Float);
         let t = teacher.forward(&states).log_softmax(-1, Kind::Float);

@@ -23,7 +23,7 @@ impl<'a> Schemas<'a> {
     pub(super) fn cast(&self, name: &str, arguments: &mut Map<String, Value>) {
         let Some(properties) = self.0.get(name) else { return };
         for (key, argument) in arguments.iter_mut() {
-            let types = properties.get(key).map(types_of).unwrap_or_default();
+            let types = properties.get(key).map(schema_types).unwrap_or_default();
             match argument {
                 Value::String(text) => {
                     if let Some(value) = cast(text, &types) {
@@ -45,14 +45,14 @@ impl<'a> Schemas<'a> {
 }
 
 /// The names of the types that a schema allows, in its order.
-fn types_of(schema: &Value) -> Vec<&str> {
+fn schema_types(schema: &Value) -> Vec<&str> {
     let mut types: Vec<&str> = match &schema["type"] {
         Value::String(name) => vec![name],
         Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
         _ => Vec::new(),
     };
     for union in ["anyOf", "oneOf"] {
-        types.extend(schema[union].as_array().into_iter().flatten().flat_map(types_of));
+        types.extend(schema[union].as_array().into_iter().flatten().flat_map(schema_types));
     }
     if schema["nullable"] == true && !types.contains(&"null") {
         types.push("null");
@@ -78,7 +78,7 @@ fn cast(text: &str, types: &[&str]) -> Option<Value> {
     })
 }
 
-/// Python's `int(text)`, or that of a float without a fraction.
+/// Python's `int(text)`, also for a float without a fraction.
 fn integer(text: &str) -> Option<Value> {
     let text = without_underscores(text)?;
     if let Ok(whole) = text.parse::<i64>() {

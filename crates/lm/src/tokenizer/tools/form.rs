@@ -38,9 +38,9 @@ pub(super) struct Form {
 pub(super) enum Calls {
     /// A JSON object between two tags, as in the templates of Qwen and Hermes.
     Tagged([String; 2]),
-    /// A JSON object alone, as in those of Llama 3.1 to 3.3.
+    /// A JSON object alone, as in the templates of Llama 3.1 to 3.3.
     Bare,
-    /// A function and its parameters in tags of their own, between [`TAGS`], as in those of Qwen3-Coder, Qwen3.5 and Nemotron 3.
+    /// A function and its parameters in separate tags, between [`TAGS`], as in the templates of Qwen3-Coder, Qwen3.5 and Nemotron 3.
     Parameters,
 }
 

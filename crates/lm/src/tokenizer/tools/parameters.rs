@@ -31,17 +31,17 @@ pub(super) fn find(text: &str) -> Option<Start<'_>> {
 /// Returns the parameters in the body of a call, as texts.
 pub(super) fn arguments(body: &str) -> Map<String, Value> {
     let [open, close] = PARAMETER;
-    let (mut found, mut rest) = (Map::new(), body);
+    let (mut parameters, mut rest) = (Map::new(), body);
     while let Some((_, after)) = rest.split_once(open) {
         rest = after;
         if let Some((key, value)) = until(after, '>')
             && let Some((value, after)) = value.split_once(close)
         {
-            found.insert(key.into(), value.trim_matches(is_space).into());
+            parameters.insert(key.into(), value.trim_matches(is_space).into());
             rest = after;
         }
     }
-    found
+    parameters
 }
 
 /// Returns whether the end of the function follows the last parameter in the body of a call.

@@ -32,7 +32,7 @@ pub(super) fn turn(form: &Form, text: &str, tools: &[Value]) -> Result<(Value, V
             Region::Content(text) => drop(message.insert("content".into(), stripped(text).into())),
             Region::Call(Found { name, body, .. }) => {
                 let mut function = function(form, name, body)?;
-                calls.push(call_of(&mut function, &schemas)?);
+                calls.push(parse_call(&mut function, &schemas)?);
                 written.push(json!({"type": "function", "function": function}));
             }
         }
@@ -49,7 +49,7 @@ pub(super) fn turn(form: &Form, text: &str, tools: &[Value]) -> Result<(Value, V
 
 /// Cuts `text` into its regions.
 pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
-    let (mut found, mut rest) = (Vec::new(), text);
+    let (mut regions, mut rest) = (Vec::new(), text);
     let reads_reasoning = form.calls.tags().is_some();
     while !rest.is_empty() {
         let before = text.len() - rest.len();
@@ -58,24 +58,24 @@ pub(super) fn regions<'t>(form: &Form, text: &'t str) -> Vec<Region<'t>> {
         let end = rest.find(form.end.as_str()).filter(|_| !form.end.is_empty());
         let starts = [reasoning, call.as_ref().map(|call| call.start), end];
         let Some(start) = starts.iter().flatten().min().copied() else {
-            found.push(Region::Content(rest));
+            regions.push(Region::Content(rest));
             break;
         };
         if start > 0 {
-            found.push(Region::Content(&rest[..start]));
+            regions.push(Region::Content(&rest[..start]));
         }
         if reasoning == Some(start) {
             let (body, after) = split_at(&rest[start + REASONING_TAGS[0].len()..], REASONING_TAGS[1]);
-            found.push(Region::Reasoning(body));
+            regions.push(Region::Reasoning(body));
             rest = after;
         } else if let Some(call) = call.filter(|call| call.start == start) {
             rest = call.after;
-            found.push(Region::Call(Found { start: call.start + before, ..call }));
+            regions.push(Region::Call(Found { start: call.start + before, ..call }));
         } else {
             rest = rest[start + form.end.len()..].trim_start_matches(is_space);
         }
     }
-    found
+    regions
 }
 
 /// A call in a text.
@@ -207,13 +207,13 @@ fn with_arguments(mut value: Value, field: &str) -> Value {
 ///
 /// # Errors
 /// If it is no object, or has no name.
-fn call_of(function: &mut Value, schemas: &Schemas<'_>) -> Result<ToolCall, String> {
-    let found = function.to_string();
+fn parse_call(function: &mut Value, schemas: &Schemas<'_>) -> Result<ToolCall, String> {
+    let text = function.to_string();
     let Some(fields) = function.as_object_mut() else {
-        return Err(format!("a tool call: expected a JSON object, found {}", shown(&found)));
+        return Err(format!("a tool call: expected a JSON object, found {}", shown(&text)));
     };
     let Some(name) = fields.get("name").and_then(Value::as_str).map(String::from) else {
-        return Err(format!("a tool call: expected a text as its `name`, found {}", shown(&found)));
+        return Err(format!("a tool call: expected a text as its `name`, found {}", shown(&text)));
     };
     if fields.get("arguments").is_none_or(Value::is_null) {
         fields.insert("arguments".into(), json!({}));

@@ -8,7 +8,7 @@ use rlhf_base::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Variables by which a template may get its tools: the usual one, and that of SmolLM3.
+/// Variables that may hold a template's tools: the usual one, and SmolLM3's.
 const TOOLS: [&str; 2] = ["tools", "xml_tools"];
 
 /// Tags around a call's JSON in the text of a turn, for a template that only describes them to the model.
@@ -90,11 +90,11 @@ impl Renderer {
     }
 
     fn at_once(&self, messages: &[Value], tools: &[Value], end: End) -> Result<String> {
-        let mut own = self.variables.clone();
+        let mut variables = self.variables.clone();
         if !tools.is_empty() {
-            own.insert(self.tools.into(), tools.into());
+            variables.insert(self.tools.into(), tools.into());
         }
-        let variables = self.tokenizer.chat_variables(&own);
+        let variables = self.tokenizer.chat_variables(&variables);
         match end {
             End::Continued => self.template.render_continued(messages, variables),
             end => self.template.render(messages, end == End::Prompt, variables),
@@ -110,8 +110,8 @@ impl Renderer {
             let next = messages[at + 1..].iter().position(is_assistants).map_or(messages.len(), |next| at + 1 + next);
             let is_last = next == messages.len();
             let ends = if is_last { end } else { End::Closed };
-            let own = if is_last && next == at + 1 && end == End::Continued { end } else { End::Closed };
-            text += &self.turn(&messages[at], own)?;
+            let turn_end = if is_last && next == at + 1 && end == End::Continued { end } else { End::Closed };
+            text += &self.turn(&messages[at], turn_end)?;
             if next > at + 1 || ends == End::Prompt {
                 text += &self.between(&messages[at], &messages[at + 1..next], ends)?;
             }

@@ -46,9 +46,9 @@ impl Place {
 }
 
 impl<'t> TurnStream<'t> {
-    /// A turn with a `beginning`, of which the last `own` bytes are returned too.
-    pub(super) fn new(template: &'t ToolTemplate, tools: &'t [Value], beginning: String, own: usize) -> Self {
-        let mut begun = beginning.len().saturating_sub(own);
+    /// A turn with a `beginning`, of which the last `shown` bytes are returned too.
+    pub(super) fn new(template: &'t ToolTemplate, tools: &'t [Value], beginning: String, shown: usize) -> Self {
+        let mut begun = beginning.len().saturating_sub(shown);
         while !beginning.is_char_boundary(begun) {
             begun -= 1;
         }
@@ -73,7 +73,7 @@ impl<'t> TurnStream<'t> {
         self.text[start..end].to_string()
     }
 
-    /// Ends the turn as plain text, of which it returns the rest.
+    /// Ends the turn as plain text; returns the rest of the text.
     pub fn into_text(mut self) -> String {
         self.text.split_off(self.shown)
     }

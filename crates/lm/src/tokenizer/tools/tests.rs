@@ -64,11 +64,11 @@ fn tools_a_suffix_begins_after_the_end_of_the_turn_and_ends_with_the_next_header
         (BARE.into(), "<|tool|>21<|im_end|><|assistant|>"),
     ] {
         let template = template(&source);
-        let suffix = template.suffix(&[result_of("weather", "21")]).unwrap();
+        let suffix = template.suffix(&[tool_result("weather", "21")]).unwrap();
         assert_eq!(shown_ids(&template, &suffix), wanted);
     }
     let template = template(&tagged(""));
-    let two = template.suffix(&[result_of("f", "1"), result_of("g", "2")]).unwrap();
+    let two = template.suffix(&[tool_result("f", "1"), tool_result("g", "2")]).unwrap();
     assert_eq!(
         shown_ids(&template, &two),
         "\n<|im_start|>user\n[1]<|im_end|>\n<|im_start|>user\n[2]<|im_end|>\n<|im_start|>assistant\n"
@@ -84,7 +84,7 @@ fn tools_a_prompt_with_history_goes_on_as_the_turns_were_sampled() {
     assert!(template.writes_turns_apart());
     let mut called = calling("weather", &json!({"city": "Bern"}));
     let user = crate::tokenizer::user_message("Weather?");
-    let result = result_of("weather", "21");
+    let result = tool_result("weather", "21");
     let prompt = template.prompt_text(&[user.clone(), called.clone(), result.clone()], &[]).unwrap();
     let turn = "<think>\n\n</think>\n\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Bern\"}}\n</tool_call><|im_end|>";
     let start = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n";
@@ -196,25 +196,25 @@ fn tools_arguments_are_cast_as_in_transformers() {
         cast::Schemas::new(&tools).cast("f", &mut arguments);
         arguments["x"].clone()
     };
-    let of = |name: &str| json!({"type": name});
+    let schema = |name: &str| json!({"type": name});
     // Computed by `parse_response` of transformers 5.23.
     for (schema, text, value) in [
-        (of("integer"), "7", json!(7)),
-        (of("integer"), " 3.0 ", json!(3)),
-        (of("integer"), "3.5", json!("3.5")),
-        (of("integer"), "1_000", json!(1000)),
-        (of("integer"), "1__0", json!("1__0")),
-        (of("number"), "7", json!(7)),
-        (of("number"), "7.0", json!(7.0)),
-        (of("number"), "1e3", json!(1000)),
-        (of("number"), "nan", json!("nan")),
-        (of("boolean"), "True", json!(true)),
-        (of("boolean"), "0", json!(false)),
-        (of("boolean"), "yes", json!("yes")),
-        (of("null"), "None", json!(null)),
-        (of("object"), "{\"a\": 1}", json!({"a": 1})),
-        (of("array"), "{\"a\": 1}", json!("{\"a\": 1}")),
-        (of("string"), "7", json!("7")),
+        (schema("integer"), "7", json!(7)),
+        (schema("integer"), " 3.0 ", json!(3)),
+        (schema("integer"), "3.5", json!("3.5")),
+        (schema("integer"), "1_000", json!(1000)),
+        (schema("integer"), "1__0", json!("1__0")),
+        (schema("number"), "7", json!(7)),
+        (schema("number"), "7.0", json!(7.0)),
+        (schema("number"), "1e3", json!(1000)),
+        (schema("number"), "nan", json!("nan")),
+        (schema("boolean"), "True", json!(true)),
+        (schema("boolean"), "0", json!(false)),
+        (schema("boolean"), "yes", json!("yes")),
+        (schema("null"), "None", json!(null)),
+        (schema("object"), "{\"a\": 1}", json!({"a": 1})),
+        (schema("array"), "{\"a\": 1}", json!("{\"a\": 1}")),
+        (schema("string"), "7", json!("7")),
         (json!({"type": ["string", "integer"]}), "7", json!(7)),
         (json!({"anyOf": [{"type": "integer"}, {"type": "null"}]}), "null", json!(null)),
         (json!({"type": "integer", "nullable": true}), "None", json!(null)),
@@ -222,8 +222,8 @@ fn tools_arguments_are_cast_as_in_transformers() {
     ] {
         assert_eq!(cast(schema.clone(), text.into()), value, "{schema} {text}");
     }
-    assert_eq!(cast(of("integer"), json!(["1", "a", 2])), json!([1, "a", 2]));
-    assert_eq!(cast(of("string"), json!(7)), json!(7));
+    assert_eq!(cast(schema("integer"), json!(["1", "a", 2])), json!([1, "a", 2]));
+    assert_eq!(cast(schema("string"), json!(7)), json!(7));
 }
 
 #[test]
@@ -277,9 +277,9 @@ fn tools_calls_may_have_their_parameters_in_tags() {
         assert!(read(&template, text, &[]).calls.is_empty(), "{text}");
     }
     let user = [crate::tokenizer::user_message("Weather?")];
-    let (ids, own) = template.calling_prompt(&user, &[weather()], Some("weather")).unwrap();
+    let (ids, shown) = template.calling_prompt(&user, &[weather()], Some("weather")).unwrap();
     assert!(shown_ids(&template, &ids).ends_with("assistant\n<tool_call>\n<function=weather>"));
-    let mut turn = template.turn(template.beginning(&ids).unwrap(), own, &[]);
+    let mut turn = template.turn(template.beginning(&ids).unwrap(), shown, &[]);
     assert_eq!(turn.push("\n<parameter=city>\nBern\n</parameter>\n</function>"), "");
     assert_eq!(Value::from(turn.finish(None).unwrap().1.calls[0].arguments.clone()), json!({"city": "Bern"}));
 }
@@ -322,12 +322,13 @@ fn tools_a_template_that_describes_calls_and_does_not_write_them_gets_them_as_te
         {% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
     let template = template(source);
-    let messages = [crate::tokenizer::user_message("Hi"), calling("now", &json!({"zone": 1})), result_of("now", "12")];
+    let messages =
+        [crate::tokenizer::user_message("Hi"), calling("now", &json!({"zone": 1})), tool_result("now", "12")];
     let text = template.prompt_text(&messages, &[weather()]).unwrap();
     assert!(text.contains("\"weather\""), "{text}");
     let call = "<|im_start|>assistant\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"zone\": 1}}\n</tool_call><|im_end|>\n<|im_start|>user\n12<|im_end|>";
     assert!(text.contains(call), "{text}");
-    let suffix = template.suffix(&[result_of("now", "12")]).unwrap();
+    let suffix = template.suffix(&[tool_result("now", "12")]).unwrap();
     assert_eq!(shown_ids(&template, &suffix), "\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n");
 }
 
@@ -349,10 +350,16 @@ fn tools_a_template_is_shared_by_threads() {
 }
 
 /// Reads `text` in parts of `size` characters after a `beginning`; returns the text that is shown before its end and then, and the turn.
-fn streamed(template: &ToolTemplate, beginning: &str, own: usize, text: &str, size: usize) -> (String, String, Turn) {
+fn streamed(
+    template: &ToolTemplate,
+    beginning: &str,
+    shown_bytes: usize,
+    text: &str,
+    size: usize,
+) -> (String, String, Turn) {
     let tools = [weather()];
     let chars: Vec<char> = text.chars().collect();
-    let mut turn = template.turn(beginning.into(), own, &tools);
+    let mut turn = template.turn(beginning.into(), shown_bytes, &tools);
     let shown = chars.chunks(size).map(|part| turn.push(&part.iter().collect::<String>())).collect();
     let (rest, turn) = turn.finish(template.renderer.tokenizer.eos()).unwrap();
     (shown, rest, turn)
@@ -431,14 +438,14 @@ fn tools_a_prompt_can_end_within_a_call_and_has_further_variables() {
     ] {
         let template = template(&source).with_variables(variables.as_object().unwrap());
         for name in [Some("weather"), None] {
-            let (ids, own) = template.calling_prompt(&user, &[weather()], name).unwrap();
+            let (ids, shown) = template.calling_prompt(&user, &[weather()], name).unwrap();
             let text = shown_ids(&template, &ids);
             let wanted = if name.is_some() { wanted } else { wanted.rsplit_once("weather").unwrap().0 };
             assert!(text.ends_with(wanted), "{text:?}: {wanted:?}");
             let beginning = template.beginning(&ids).unwrap();
             let rest = if name.is_some() { " {}}" } else { "weather\", \"parameters\": {}, \"arguments\": {}}" };
             let rest = if name.is_none() && source == BARE { "weather\", \"parameters\": {}}" } else { rest };
-            let mut turn = template.turn(beginning, own, &[]);
+            let mut turn = template.turn(beginning, shown, &[]);
             assert_eq!(turn.push(rest), "");
             let (rest, turn) = turn.finish(None).unwrap();
             assert_eq!((rest.as_str(), turn.calls[0].name.as_str()), ("", "weather"), "{:?}", turn.malformed);
