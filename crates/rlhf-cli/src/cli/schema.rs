@@ -226,5 +226,11 @@ mod tests {
         let stage = row("fsdp_config.fsdp_offload_params", "accelerate");
         assert_eq!(stage["values"], json!({"true": "true", "false": null}));
         assert_eq!(row("adafactor", "TRL")["values"], json!(["none", "false"]));
+        let steps = row("deepspeed_config.gradient_accumulation_steps", "accelerate");
+        assert_eq!(
+            (&steps["meaning"], &steps["values"], &steps["unless"]),
+            (&json!("same"), &Value::Null, &json!(["1"]))
+        );
+        assert_eq!(row("deepspeed_config.zero_stage", "accelerate")["unless"], Value::Null);
     }
 }

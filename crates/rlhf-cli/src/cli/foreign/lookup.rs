@@ -132,6 +132,7 @@ pub(in crate::cli) fn described(command: &Command) -> Vec<Value> {
 pub(in crate::cli) fn rows() -> Vec<Value> {
     let described = TABLE.iter().map(|Row { system, commands, names, to }| {
         let (meaning, here, values, why) = meaning(*to);
+        let unless = if let To::IsUnless(_, values) = to { json!(values) } else { Value::Null };
         json!({
             "system": system.name(),
             "kind": system.kind(),
@@ -140,6 +141,7 @@ pub(in crate::cli) fn rows() -> Vec<Value> {
             "meaning": meaning,
             "here": here,
             "values": values,
+            "unless": unless,
             "why": why,
         })
     });
