@@ -1,10 +1,9 @@
 //! Flags of TRL and transformers of which several decide together, or whose value is a map.
 
-use rlhf::reward::check_written;
 use rlhf::schema::Refusals;
 use serde_json::{Map, Value};
 
-use super::super::errors::{Messages, parsed, refusal};
+use super::super::errors::{Messages, refusal};
 use super::super::flags;
 use super::super::setting::Setting;
 use super::line::{Given, Line, value};
@@ -22,7 +21,6 @@ const STRATEGY: &str = "expected steps, epoch or no";
 pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) {
     line.translate_strategies(settings, &mut messages.refusals);
     line.translate_use_cpu(settings, &mut messages.refusals);
-    line.check_rewards(settings, &mut messages.refusals);
     line.translate_completions(settings, &mut messages.refusals);
     line.translate_best(settings, &mut messages.refusals);
     line.translate_schedule(settings, &mut messages.refusals);
@@ -142,18 +140,6 @@ impl Line<'_> {
         let mut layers = Layers { command: self.command, flags: self.flags, settings, messages };
         layers.translate_files(&words(&["deepspeed", "deepspeed_config", "accelerate_config"]));
         words(&["fsdp"]).iter().for_each(|word| layers.translate_fsdp(word));
-    }
-
-    /// Refuses malformed rewards of the file.
-    fn check_rewards(&self, settings: &[Setting], refusals: &mut Refusals) {
-        let arg = self.command.get_arguments().find(|arg| arg.get_id() == "reward");
-        let written = |value: &String| arg.and_then(|arg| parsed(arg, value)).unwrap_or_else(|| value.clone());
-        let given = settings.iter().filter(|setting| setting.key == "reward" && !self.on_line("reward"));
-        let wrong = given.flat_map(|setting| &setting.values).filter_map(|value| check_written(&written(value)).err());
-        for refusal in wrong.flat_map(|error| error.refusals()) {
-            let name = refusals.renamed("`reward`");
-            refusals.say("reward", format!("{}{}", name.trim_matches('`'), refusal.reason()));
-        }
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -551,9 +537,9 @@ mod tests {
         let text = "reward_funcs: 'accuracy_reward,think_format_reward'\nbeta: -1\ntop_k: -1\n";
         let error = with_file(text, &least("grpo")).unwrap_err();
         let expected = [
+            "run.yaml:2: beta = -1: expected a number of 0 or more",
             "run.yaml:1: reward_funcs = accuracy_reward,think_format_reward: expected one reward, found several: give a list, \
              [accuracy_reward, think_format_reward], or repeat the flag for each",
-            "run.yaml:2: beta = -1: expected a number of 0 or more",
         ];
         assert_eq!(error.lines().collect::<Vec<_>>(), expected);
     }
