@@ -67,10 +67,7 @@ fn interpret(line: &Line<'_>, is_chat: bool, settings: &mut Vec<Setting>, messag
                 refusals.say(name, format!("{name} and {ours} are the same setting: give one of them"));
                 refusals.about_too(ours);
             }
-            To::Is(ours) => {
-                settings.push(Setting::new(ours, given.values.clone()));
-                refusals.call_as(ours, name, false);
-            }
+            To::Is(ours) => line.set(name, Setting::new(ours, given.values.clone()), settings, refusals),
             To::NoEffect(why) => match noted.iter_mut().find(|(other, _)| *other == why) {
                 Some((_, names)) => names.push(name),
                 None => noted.push((why, vec![name])),

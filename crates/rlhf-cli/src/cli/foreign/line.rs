@@ -1,9 +1,10 @@
 //! The flags of other systems that a command line and its file set.
 
 use clap::{ArgMatches, Command};
-use rlhf::schema::Setting as _;
+use rlhf::schema::{Refusals, Setting as _};
 
 use super::super::args::on_line;
+use super::super::errors::refusal;
 use super::super::setting::Setting;
 use super::table::{System, To};
 
@@ -68,6 +69,31 @@ impl Line<'_> {
     /// Returns whether our flag `name` is set.
     pub(super) fn is_set(&self, name: &str, settings: &[Setting]) -> bool {
         self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
+    }
+
+    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of that flag,
+    /// and its name too if it has the same value. A value that our flag does not accept is refused here, by the name of the other flag.
+    pub(super) fn set(&self, name: &str, setting: Setting, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let is_same = self.find(name).is_some_and(|given| given.values == setting.values);
+        if let Some((value, expected)) = self.unaccepted(&setting.key, &setting.values) {
+            let subject = if is_same { name.to_string() } else { format!("{name}: {}", setting.key) };
+            refusals.say(name, format!("{subject} = {value}: {expected}"));
+            // The setting is not missing beside it.
+            refusals.about_too(&setting.key);
+            return;
+        }
+        refusals.call_as(&setting.key, name, !is_same);
+        settings.push(setting);
+    }
+
+    /// Returns the first of `values` that our flag `key` does not accept, and what it expects.
+    pub(super) fn unaccepted<'v>(&self, key: &str, values: &'v [String]) -> Option<(&'v str, String)> {
+        let arg = self.command.get_arguments().find(|arg| arg.get_id() == key)?;
+        let mut words = values.iter().flat_map(|value| match arg.get_value_delimiter() {
+            Some(delimiter) => value.split(delimiter).collect(),
+            None => vec![value.as_str()],
+        });
+        words.find_map(|word| Some((word, refusal(arg, word)?)))
     }
 }
 

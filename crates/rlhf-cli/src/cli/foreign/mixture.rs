@@ -160,6 +160,8 @@ mod tests {
                 "{error}"
             );
         }
+        let error = with_file("seed: 1\ndatasets: [{path: a, weight: heavy}]\n", &words).unwrap_err();
+        assert_eq!(error, "run.yaml:2: datasets: dataset_weights = heavy: expected a number");
         let line = ["--datasets", "[{\"path\": \"a\"}]"];
         assert!(parse_words(&[&words[..], &line].concat()).is_ok());
     }

@@ -1,6 +1,6 @@
 //! Flags of TRL and transformers of which several decide together, or whose value is a map.
 
-use rlhf::schema::Refusals;
+use rlhf::schema::{Refusals, Setting as _};
 use serde_json::{Map, Value};
 
 use super::super::errors::{Messages, refusal};
@@ -84,8 +84,8 @@ fn schedule_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String>
 impl Line<'_> {
     /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
     fn translate_strategies(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let noted = self.find("logging_steps").map(Given::word);
-        let logging_steps = noted
+        let foreign_value = self.find("logging_steps").map(Given::word).filter(|word| word != "none");
+        let logging_steps = foreign_value
             .or_else(|| value(self.flags, settings, "logging_steps"))
             .or_else(|| flags::text(self.flags, "logging_steps").map(String::from))
             .unwrap_or_else(|| LOGGING_STEPS.to_string());
@@ -95,11 +95,16 @@ impl Line<'_> {
             let Some(given) = self.find(strategy) else { continue };
             let is_set = self.is_set(steps, settings);
             let message = match given.word().as_str() {
+                "steps" if is_set => continue,
                 "steps" => {
-                    if !is_set {
-                        settings.retain(|setting| setting.key != steps);
-                        settings.push(Setting::new(steps, vec![usual.into()]));
-                        refusals.call_as(steps, strategy, true);
+                    settings.retain(|setting| setting.key != steps);
+                    // Our own `logging_steps` is checked by its flag; that of TRL has no effect, and may be a share of the run.
+                    if let Some((_, expected)) = self.unaccepted(steps, &[usual.to_string()]) {
+                        let message =
+                            format!("logging_steps = {usual}, which {strategy} = steps takes as {steps}: {expected}");
+                        refusals.say("logging_steps", message);
+                    } else {
+                        self.set(strategy, Setting::new(steps, vec![usual.into()]), settings, refusals);
                     }
                     continue;
                 }
@@ -110,7 +115,7 @@ impl Line<'_> {
                 }
                 "epoch" if !self.on_line(steps) => {
                     settings.retain(|setting| setting.key != steps);
-                    settings.push(Setting::new(steps, vec!["epoch".into()]));
+                    self.set(strategy, Setting::new(steps, vec!["epoch".into()]), settings, refusals);
                     continue;
                 }
                 word @ ("no" | "false" | "none" | "epoch") => {
@@ -154,11 +159,11 @@ impl Line<'_> {
             }
         }
         // A share of the run, which TRL allows, is no number of updates.
-        let is_number = |steps: &String| steps.trim_end_matches(".0").parse::<usize>().is_ok_and(|steps| steps > 0);
+        let is_number = |steps: &String| usize::read(steps).is_some_and(|steps| steps > 0);
         let every = self.find("logging_steps").map(Given::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
         for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
             if !self.is_set(key, settings) {
-                settings.push(Setting::new(key, vec![value.into()]));
+                self.set(completions.name, Setting::new(key, vec![value.into()]), settings, refusals);
             }
         }
     }
@@ -170,16 +175,28 @@ impl Line<'_> {
             Ok(arguments) => arguments,
             Err(message) => return refusals.say(IF_BEST, format!("{IF_BEST}: {message}")),
         };
-        let every = self.find("compare_steps").map_or("1".to_string(), Given::word);
+        for (key, value) in arguments {
+            if self.is_set(key, settings) {
+                continue;
+            }
+            let values = vec![value];
+            if let Some((_, expected)) = self.unaccepted(key, &values) {
+                // Without the value, which may be a token.
+                refusals.say(IF_BEST, format!("{IF_BEST}: `{key}`: {expected}"));
+                refusals.about_too(key);
+            } else {
+                self.set(IF_BEST, Setting::new(key, values), settings, refusals);
+            }
+        }
         let compares = self.is_set("eval_steps", settings) || self.is_set("save_steps", settings);
+        let every = self.find("compare_steps").map(Given::word).filter(|word| word != "none");
+        let every = every.as_deref().unwrap_or("1");
         let fixed = [("push_to_hub", "true"), ("hub_strategy", "best"), ("metric_for_best_model", "objective/scores")];
-        let saves = [("save_steps", every.as_str()), ("save_total_limit", "1")];
-        let fixed = fixed.into_iter().chain(saves.into_iter().filter(|_| !compares));
-        let fixed = fixed.map(|(key, value)| (key, value.to_string()));
-        for (key, value) in arguments.into_iter().chain(fixed) {
+        let fixed = fixed.map(|(key, value)| (IF_BEST, key, value));
+        let saves = [("compare_steps", "save_steps", every), (IF_BEST, "save_total_limit", "1")];
+        for (name, key, value) in fixed.into_iter().chain(saves.into_iter().filter(|_| !compares)) {
             if !self.is_set(key, settings) {
-                refusals.call_as(key, IF_BEST, true);
-                settings.push(Setting::new(key, vec![value]));
+                self.set(name, Setting::new(key, vec![value.into()]), settings, refusals);
             }
         }
     }
@@ -190,8 +207,8 @@ impl Line<'_> {
         let mixtures = self.given.iter().filter(|given| [DATASETS, DATASET_MIXTURE].contains(&given.name));
         for given in mixtures.filter(|given| given.word() != "none") {
             let name = given.name;
-            let found = match mixture::settings(&given.text(), notes) {
-                Ok(found) => found,
+            let mixture = match mixture::settings(&given.text(), notes) {
+                Ok(mixture) => mixture,
                 Err(message) => {
                     refusals.say(name, format!("{name} = {}: {message}", given.start()));
                     // The dataset is not missing beside it.
@@ -199,12 +216,11 @@ impl Line<'_> {
                     continue;
                 }
             };
-            for setting in found {
+            for setting in mixture {
                 if self.is_set(&setting.key, settings) {
                     refusals.say(name, format!("{name} and {} both set it: give one of them", setting.key));
                 } else {
-                    refusals.call_as(&setting.key, name, true);
-                    settings.push(setting);
+                    self.set(name, setting, settings, refusals);
                 }
             }
         }
@@ -219,14 +235,14 @@ impl Line<'_> {
                 format!("{PROMPT_COLUMN} and dataset_columns both name columns: write dataset_columns prompt={column}");
             return refusals.say(PROMPT_COLUMN, message);
         }
-        let of_prompt = format!("prompt={column}");
+        let prompt_column = format!("prompt={column}");
         match settings.iter_mut().find(|setting| setting.key == "dataset_columns") {
             _ if column == "prompt" => {}
-            Some(columns) => columns.values.push(of_prompt),
-            None => settings.push(Setting::new("dataset_columns", vec![of_prompt])),
+            Some(columns) => columns.values.push(prompt_column),
+            None => self.set(PROMPT_COLUMN, Setting::new("dataset_columns", vec![prompt_column]), settings, refusals),
         }
         if !self.is_set("apply_chat_template", settings) {
-            settings.push(Setting::new("apply_chat_template", vec!["true".into()]));
+            self.set(PROMPT_COLUMN, Setting::new("apply_chat_template", vec!["true".into()]), settings, refusals);
         }
     }
 
@@ -245,8 +261,7 @@ impl Line<'_> {
             } else if self.is_set(key, settings) {
                 refusals.say(name, format!("{name} and {key} both set the schedule's {key}: give it once"));
             } else {
-                refusals.call_as(key, name, true);
-                settings.push(Setting::new(key, vec![value]));
+                self.set(name, Setting::new(key, vec![value]), settings, refusals);
             }
         }
     }
@@ -270,7 +285,7 @@ impl Line<'_> {
             Some(true) if has_device => {
                 refusals.say(given.name, "use_cpu = true and device exclude each other: give one of them");
             }
-            Some(true) => settings.push(Setting::new("device", vec!["cpu".into()])),
+            Some(true) => self.set(given.name, Setting::new("device", vec!["cpu".into()]), settings, refusals),
             Some(false) => {}
             None => refusals.say(given.name, format!("use_cpu = {}: expected true or false", given.word())),
         }
@@ -648,6 +663,31 @@ mod tests {
     }
 
     #[test]
+    fn a_malformed_value_of_a_name_of_trl_has_its_name_and_its_line() {
+        let error = with_file("eval_strategy: steps\nlogging_steps: 0.1\n", &least("grpo")).unwrap_err();
+        let expected = "run.yaml:2: logging_steps = 0.1, which eval_strategy = steps takes as eval_steps: expected a whole number of \
+                        updates, or epoch";
+        assert_eq!(error, expected);
+        let error = ppo_error(&["--eval_strategy", "steps", "--logging_steps", "0.1"]);
+        assert!(error.starts_with("logging_steps = 0.1, which eval_strategy = steps takes as eval_steps: "), "{error}");
+        let text = "preset: trl-legacy\nmodel_name: m\nreward_model: r\ndataset_name: d\noutput_dir: o\n\
+                    push_to_hub_if_best_kwargs: {repo_id: me/x}\ncompare_steps: often\n";
+        let error = with_file(text, &["ppo"]).unwrap_err();
+        let expected = "run.yaml:7: compare_steps = often: expected a whole number of updates, or epoch";
+        assert!(error.lines().any(|line| line == expected), "{error}");
+        assert!(!error.contains("invalid value"), "{error}");
+    }
+
+    #[test]
+    fn without_a_value_logging_steps_is_ten_for_the_evaluations() {
+        let Task::Ppo(config) = with_file("eval_strategy: steps\nlogging_steps: null\n", &least("grpo")).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!(config.eval.eval_steps, Some(10.into()));
+    }
+
+    #[test]
     fn the_push_of_the_best_model_becomes_settings_and_no_error_shows_its_token() {
         let text = "preset: trl-legacy\nmodel_name: m\nreward_model: r\ndataset_name: d\noutput_dir: o\n\
                     push_to_hub_if_best_kwargs: {repo_id: me/x, private: true, token: hf_secret, commit_message: best}\n\
@@ -666,6 +706,7 @@ mod tests {
             ("{token: hf_secret}", "expected a map of arguments"),
             ("{repo_id: me/x, token: [hf_secret]}", "`token`: expected a text"),
             ("{repo_id: me/x, create_pr: true}", "`create_pr`: expected repo_id, private"),
+            ("{repo_id: me/x, token: ' '}", "`hub_token`: expected an access token of the hub"),
             ("hf_secret", "expected a map of arguments"),
         ] {
             let text = text.replace("{repo_id: me/x, private: true, token: hf_secret, commit_message: best}", kwargs);
