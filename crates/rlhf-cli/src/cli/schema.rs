@@ -49,13 +49,13 @@ pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
 /// Returns the presets of the command `name` with the defaults that they set.
 fn presets(name: &str) -> Vec<(Preset, Vec<(&'static str, &'static str)>)> {
     let all = [Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat, Preset::Grpo, Preset::Rloo];
-    let of = |settings: fn(Preset) -> Vec<(&'static str, &'static str)>| {
+    let with_settings = |settings: fn(Preset) -> Vec<(&'static str, &'static str)>| {
         all.into_iter().map(|preset| (preset, settings(preset))).filter(|(_, settings)| !settings.is_empty()).collect()
     };
     match name {
-        "sft" => of(Preset::sft_settings),
-        "reward" => of(Preset::reward_settings),
-        "ppo" => of(Preset::settings),
+        "sft" => with_settings(Preset::sft_settings),
+        "reward" => with_settings(Preset::reward_settings),
+        "ppo" => with_settings(Preset::settings),
         _ => Vec::new(),
     }
 }
@@ -68,7 +68,7 @@ fn described(command: &Command) -> Value {
         // The flag has what a command changes: the defaults of `grpo` and `rloo`, their required model, their help.
         let flag = command.get_arguments().find(|arg| arg.get_id() == field.name)?;
         let default = flag.get_default_values().first().and_then(|default| default.to_str());
-        let of_presets: Map<String, Value> = presets
+        let preset_defaults: Map<String, Value> = presets
             .iter()
             .filter_map(|(preset, settings)| {
                 let (_, value) = settings.iter().find(|(setting, _)| *setting == field.name)?;
@@ -94,7 +94,7 @@ fn described(command: &Command) -> Value {
             "optional": field.shape == Shape::Optional,
             "required": flag.is_required_set(),
             "default": typed(&field, default),
-            "preset_defaults": of_presets,
+            "preset_defaults": preset_defaults,
             "choices": choices,
             "positional": field.positional,
             "hidden": flag.is_hide_set(),
@@ -118,8 +118,9 @@ fn aliases<'a>(field: &Field, flag: &'a Arg) -> Vec<&'a str> {
 /// Returns the help of a setting, or that of its flag where the command has replaced it.
 fn help_of(field: &Field, flag: &Arg) -> String {
     let help = flag.get_help().map_or(String::new(), ToString::to_string);
-    let (text, of_flag) = (field.help.to_string(), help.trim_end_matches(" [default: none]"));
-    if of_flag == text.trim_end_matches('.') { text } else { of_flag.to_string() }
+    let text = field.help.to_string();
+    let flag_text = help.trim_end_matches(" [default: none]");
+    if flag_text == text.trim_end_matches('.') { text } else { flag_text.to_string() }
 }
 
 /// Returns a value as JSON of its kind.
@@ -140,24 +141,24 @@ fn typed(field: &Field, text: Option<&str>) -> Value {
 mod tests {
     use super::*;
 
-    fn of(name: &str) -> Vec<Value> {
+    fn settings(name: &str) -> Vec<Value> {
         let command = rlhf_command().find_subcommand(name).unwrap();
         described(command)["settings"].as_array().unwrap().clone()
     }
 
     fn setting(command: &str, name: &str) -> Value {
-        of(command).into_iter().find(|setting| setting["name"] == name).unwrap()
+        settings(command).into_iter().find(|setting| setting["name"] == name).unwrap()
     }
 
     #[test]
     fn every_flag_of_every_command_is_described_or_of_another_system() {
         for command in rlhf_command().get_subcommands() {
             let described: Vec<String> =
-                of(command.get_name()).iter().map(|setting| setting["name"].as_str().unwrap().into()).collect();
-            let own = command
+                settings(command.get_name()).iter().map(|setting| setting["name"].as_str().unwrap().into()).collect();
+            let shown = command
                 .get_arguments()
                 .filter(|arg| !arg.is_hide_set() && !["help", "config"].contains(&arg.get_id().as_str()));
-            for flag in own.filter(|_| command.get_name() != "replay") {
+            for flag in shown.filter(|_| command.get_name() != "replay") {
                 let name = flag.get_long().unwrap_or(flag.get_id().as_str());
                 assert!(described.contains(&name.to_string()), "{}: {name}", command.get_name());
             }
@@ -176,7 +177,9 @@ mod tests {
         assert_eq!(setting("grpo", "model_name_or_path")["required"], json!(true));
         let length = setting("grpo", "max_completion_length");
         assert_eq!((&length["default"], &length["aliases"]), (&json!(512), &json!(["response_length"])));
-        assert!(of("grpo").iter().all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path"));
+        assert!(
+            settings("grpo").iter().all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path")
+        );
         let steps = setting("sft", "max_steps");
         assert_eq!(
             (&steps["type"], &steps["optional"], &steps["default"]),
@@ -216,8 +219,9 @@ mod tests {
     fn the_table_of_other_systems_names_what_each_name_is_here() {
         let table = foreign::rows();
         let row = |name: &str, system: &str| {
-            let of = |row: &&Value| row["system"] == system && row["names"].as_array().unwrap().contains(&json!(name));
-            table.iter().find(of).unwrap_or_else(|| panic!("{name}")).clone()
+            let is_row =
+                |row: &&Value| row["system"] == system && row["names"].as_array().unwrap().contains(&json!(name));
+            table.iter().find(is_row).unwrap_or_else(|| panic!("{name}")).clone()
         };
         let clip = row("actor.eps_clip", "OpenRLHF");
         assert_eq!((&clip["meaning"], &clip["here"]), (&json!("refused"), &json!("cliprange")));

@@ -91,7 +91,7 @@ fn adapters(
     let is_ppo = line.command.get_name() == "ppo";
     let models: &[ModelFlags] = if is_ppo { &[("actor_", POLICY), ("critic_", CRITIC)] } else { &[("", POLICY)] };
     let flag_value =
-        |prefix: &str, flag: &str| line.find(&format!("{prefix}{flag}")).and_then(|given| given.values.first());
+        |prefix: &str, flag: &str| line.find(&format!("{prefix}{flag}")).and_then(|foreign| foreign.values.first());
     let adapters_alone = is_on(line, "only_optimize_lora");
     let mut settings: Vec<Translation> = Vec::new();
     let mut forced = None;
@@ -146,7 +146,7 @@ fn adapters(
 }
 
 fn is_on(line: &Line<'_>, name: &str) -> bool {
-    let word = line.find(name).and_then(|given| given.values.first());
+    let word = line.find(name).and_then(|foreign| foreign.values.first());
     word.is_some_and(|word| word.eq_ignore_ascii_case("true"))
 }
 
@@ -156,7 +156,7 @@ fn switches(line: &Line<'_>) -> Vec<Translation> {
     if is_on(line, "enable_tensorboard") {
         settings.push(("enable_tensorboard".into(), "report_to", "tensorboard".into()));
     }
-    let interval = line.find("eval_interval").and_then(|given| given.values.first());
+    let interval = line.find("eval_interval").and_then(|foreign| foreign.values.first());
     if let Some(interval) = interval.filter(|word| *word != "0") {
         settings.push(("eval_interval".into(), "eval_steps", interval.clone()));
     }
@@ -259,12 +259,12 @@ mod tests {
                     --lr_scheduler_type cosine --num_warmup_steps 7 --seed 9 --gradient_checkpointing --dropout 0.0 \
                     --zero_stage 0 --offload --deepspeed --enable_tensorboard --tensorboard_path t --data_output_path x \
                     --local_rank -1 --compute_fp32_loss --output_dir o --dtype bf16";
-        let words = |command: &'static str, own: &'static str| {
-            let own = own.split_whitespace();
+        let words = |command: &'static str, more: &'static str| {
+            let more = more.split_whitespace();
             [command, "--preset", "deepspeed-chat"]
                 .into_iter()
                 .chain(both.split_whitespace())
-                .chain(own)
+                .chain(more)
                 .collect::<Vec<_>>()
         };
         let Task::Sft(sft) = parse_words(&words("sft", "--print_loss --learning_rate 3e-4")).unwrap() else { panic!() };
@@ -272,36 +272,36 @@ mod tests {
         assert_eq!((sft.learning_rate, sft.optimizer.weight_decay, sft.plan(16).unwrap().num_updates), (3e-4, 0.1, 4));
         assert_eq!((sft.completion_only_loss, sft.run.bf16, sft.run.offload.offloads_optimizer()), (false, true, true));
         assert_eq!((sft.run.tracking.report_to.as_slice(), sft.run.seed), (&[ReportTo::Tensorboard][..], 9));
-        let own = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
+        let more = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
                    --lora_module_name layers.";
-        let Task::Reward(reward) = parse_words(&words("reward", own)).unwrap() else { panic!() };
+        let Task::Reward(reward) = parse_words(&words("reward", more)).unwrap() else { panic!() };
         assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5.into()), Some(0)));
         assert_eq!((reward.peft.use_peft, reward.peft.lora_r, reward.learning_rate), (true, 8, 5e-4));
         assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
         assert_eq!(reward.peft.lora_dropout, 0.0);
-        for (command, own, message) in [
+        for (command, more, message) in [
             ("sft", "--lora_dim 8", "lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
             ("sft", "--dropout 0.1", "dropout = 0.1: a model's own dropout is not applied here"),
             ("reward", "--add_eot_token", "add_eot_token = true: a token that the tokenizer lacks is not added"),
         ] {
-            let error = parse_words(&words(command, own)).unwrap_err();
+            let error = parse_words(&words(command, more)).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
         // In the script with adapters alone the learning rate is of no weight.
-        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3";
-        let found = parsed(&words("sft", own)).unwrap();
-        let Task::Sft(sft) = found.task else { panic!() };
+        let more = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3";
+        let parsed = parsed(&words("sft", more)).unwrap();
+        let Task::Sft(sft) = parsed.task else { panic!() };
         assert_eq!((sft.learning_rate, sft.peft.lora_r), (5e-4, 128));
         let note = "learning_rate has no effect beside adapters: lora_learning_rate is their rate, 5e-4";
-        assert!(found.notes.iter().any(|found| found == note), "{:?}", found.notes);
-        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
-        let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
+        assert!(parsed.notes.iter().any(|other| other == note), "{:?}", parsed.notes);
+        let more = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
+        let Task::Sft(sft) = parse_words(&words("sft", more)).unwrap() else { panic!() };
         assert_eq!((sft.learning_rate, sft.peft.lora_dropout), (2e-4, 0.0));
         // Adapters of our own flags have our dropout, and a dropout that is given is the one.
-        for (own, dropout) in [("--use_peft", 0.05), ("--lora_dim 8 --only_optimize_lora --lora_dropout 0.3", 0.3)] {
-            let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
-            assert_eq!(sft.peft.lora_dropout, dropout, "{own}");
+        for (more, dropout) in [("--use_peft", 0.05), ("--lora_dim 8 --only_optimize_lora --lora_dropout 0.3", 0.3)] {
+            let Task::Sft(sft) = parse_words(&words("sft", more)).unwrap() else { panic!() };
+            assert_eq!(sft.peft.lora_dropout, dropout, "{more}");
         }
         let error = parse_words(&["reward", "--preset", "grpo", "--model_name_or_path", "m"]).unwrap_err();
         assert!(error.contains("invalid value 'grpo' for '--preset <NAME>'"), "{error}");

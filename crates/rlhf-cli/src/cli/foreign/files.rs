@@ -76,7 +76,7 @@ pub(super) fn accelerate(path: &Path) -> Result<Content> {
 }
 
 /// Returns the content of the configuration of accelerate that TRL brings under this name; `None` if it brings none.
-pub(super) fn of_trl(name: &str) -> Option<Content> {
+pub(super) fn trl_configuration(name: &str) -> Option<Content> {
     let stage = match name {
         "single_gpu" | "multi_gpu" => "0",
         "zero1" => "1",
@@ -255,7 +255,7 @@ fn content(map: &Map<String, Value>, mut lines: KeyLines<'_>, system: System) ->
             // `rlhf launch` reads it.
             Some(To::Ignored(_)) => {}
             Some(_) => content.unknown.push(key),
-            // It asks for nothing.
+            // A key without a counterpart that is off changes nothing.
             None if ["false", "no", "none", "[]", ""].contains(&word.as_str()) => {}
             None => {
                 let name = unknown_part(&key, system);
@@ -288,7 +288,7 @@ fn flatten<'v>(prefix: &str, map: &'v Map<String, Value>, lines: &mut KeyLines<'
     }
 }
 
-/// Returns the largest part of the file around `key` that has no key of the table: a whole section, or the key alone.
+/// Returns the largest section around `key` without a key of the table, or the key itself if its section has one.
 fn unknown_part(key: &str, system: System) -> String {
     let mut end = 0;
     for part in key.split('.') {

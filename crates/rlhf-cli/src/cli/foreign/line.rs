@@ -9,15 +9,15 @@ use super::super::setting::Setting;
 use super::table::{System, To};
 
 /// A flag of another system that is set.
-pub(super) struct Given {
+pub(super) struct ForeignFlag {
     pub(super) system: System,
     pub(super) name: &'static str,
     pub(super) to: To,
     pub(super) values: Vec<String>,
 }
 
-impl Given {
-    /// The value as it is set; `none` if it is empty.
+impl ForeignFlag {
+    /// The value as the user wrote it; `none` if it is empty.
     pub(super) fn shown(&self) -> String {
         match &self.values[..] {
             [] => "none".to_string(),
@@ -26,7 +26,7 @@ impl Given {
         }
     }
 
-    /// The beginning of the value as it is set, for an error.
+    /// The beginning of the value as the user wrote it, for an error.
     pub(super) fn start(&self) -> String {
         self.shown().chars().take(60).collect()
     }
@@ -52,13 +52,13 @@ impl Given {
 pub(super) struct Line<'a> {
     pub(super) command: &'a Command,
     pub(super) flags: &'a ArgMatches,
-    pub(super) given: Vec<Given>,
+    pub(super) foreign_flags: Vec<ForeignFlag>,
 }
 
 impl Line<'_> {
     /// Returns the flag `name` of another system, if it is set.
-    pub(super) fn find(&self, name: &str) -> Option<&Given> {
-        self.given.iter().find(|given| given.name == name)
+    pub(super) fn find(&self, name: &str) -> Option<&ForeignFlag> {
+        self.foreign_flags.iter().find(|flag| flag.name == name)
     }
 
     /// Returns whether our flag `name` is on the command line.
@@ -71,14 +71,14 @@ impl Line<'_> {
         self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
     }
 
-    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of that flag,
-    /// and its name too if it has the same value. A value that our flag does not accept is refused here, by the name of the other flag.
+    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of the flag,
+    /// and the name of the flag if it has the same value. A value that our flag does not accept is refused here, under the same name.
     pub(super) fn set(&self, name: &str, setting: Setting, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let is_same = self.find(name).is_some_and(|given| given.values == setting.values);
+        let is_same = self.find(name).is_some_and(|flag| flag.values == setting.values);
         if let Some((value, expected)) = self.unaccepted(&setting.key, &setting.values) {
             let subject = if is_same { name.to_string() } else { format!("{name}: {}", setting.key) };
             refusals.say(name, format!("{subject} = {value}: {expected}"));
-            // The setting is not missing beside it.
+            // A required setting is not reported as missing too.
             refusals.about_too(&setting.key);
             return;
         }

@@ -23,7 +23,7 @@ pub(super) struct Layers<'a> {
     pub(super) messages: &'a mut Messages,
 }
 
-/// One of these flags, with its value as it is set.
+/// A flag that names a file or a kind of sharding, with its value.
 pub(super) struct Word<'a> {
     pub(super) flag: &'a str,
     pub(super) value: &'a str,
@@ -116,9 +116,9 @@ impl Layers<'_> {
     /// Applies the configuration of accelerate in the file `path`, or the one that TRL brings under that name. Returns the key with the path
     /// of a DeepSpeed configuration.
     fn translate_accelerate(&mut self, word: &Word<'_>, path: &Path) -> Option<ForeignSetting> {
-        let of_trl = files::of_trl(word.value).filter(|_| !path.exists());
-        let place = if of_trl.is_some() { Place::Flag(word.flag) } else { Place::File(path) };
-        let content = match of_trl.map_or_else(|| files::accelerate(path), Ok) {
+        let known = files::trl_configuration(word.value).filter(|_| !path.exists());
+        let place = if known.is_some() { Place::Flag(word.flag) } else { Place::File(path) };
+        let content = match known.map_or_else(|| files::accelerate(path), Ok) {
             Ok(content) => content,
             Err(error) => {
                 self.refuse_file(word, &error, "the path of a configuration of accelerate");
@@ -160,7 +160,7 @@ impl Layers<'_> {
         if let Err((line, message)) = self.reconcile_sizes(&mut content.settings) {
             self.refuse(place, line, message, Some("train_batch_size"));
         }
-        // The fields of the loss scale come after `fp16` in the table's order, not in the file's.
+        // The fields of the loss scale count only with `fp16`, which may come after them in the file.
         let (scale, others): (Vec<ForeignSetting>, Vec<ForeignSetting>) =
             content.settings.into_iter().partition(|setting| setting.needs_fp16);
         others.iter().for_each(|setting| self.set(place, setting));
@@ -281,9 +281,9 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let path = path.to_str().unwrap();
         let words: Vec<&str> = words.split_whitespace().map(|word| if word == "FILE" { path } else { word }).collect();
-        let found = parsed(&[&PPO[..], &words].concat()).map_err(|error| error.replace(path, "ds.json"))?;
-        let Task::Ppo(config) = found.task else { panic!() };
-        Ok((config, found.notes.iter().map(|note| note.replace(path, "ds.json")).collect()))
+        let parsed = parsed(&[&PPO[..], &words].concat()).map_err(|error| error.replace(path, "ds.json"))?;
+        let Task::Ppo(config) = parsed.task else { panic!() };
+        Ok((config, parsed.notes.iter().map(|note| note.replace(path, "ds.json")).collect()))
     }
 
     #[test]

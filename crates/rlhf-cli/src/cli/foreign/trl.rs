@@ -6,12 +6,12 @@ use serde_json::{Map, Value};
 use super::super::errors::{Messages, refusal};
 use super::super::flags;
 use super::super::setting::Setting;
-use super::line::{Given, Line, value};
+use super::line::{ForeignFlag, Line, value};
 use super::mixture;
 use super::sharding::{Layers, Word};
 use super::table::{DATASET_MIXTURE, DATASETS, IF_BEST, PROMPT_COLUMN, SCHEDULE_KWARGS, System, To};
 
-/// Defaults of transformers, for a strategy without its number of steps.
+/// Defaults of transformers for the number of steps of a strategy.
 const LOGGING_STEPS: &str = "10";
 const SAVE_STEPS: &str = "500";
 
@@ -30,8 +30,8 @@ pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: 
     line.translate_sharding(settings, messages);
 }
 
-/// Returns the arguments in a map as our settings, by the table of `system`. A value is that of the setting if `word` has it as a text.
-/// The message of an error has no value: one may be a token.
+/// Returns the arguments in a map as our settings, by the table of `system`. `word` returns a value as the text of a flag, or none if it has a
+/// wrong type. Errors do not show values: one may be a token.
 fn arguments(
     system: System,
     map: &Map<String, Value>,
@@ -84,7 +84,7 @@ fn schedule_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String>
 impl Line<'_> {
     /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
     fn translate_strategies(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let foreign_value = self.find("logging_steps").map(Given::word).filter(|word| word != "none");
+        let foreign_value = self.find("logging_steps").map(ForeignFlag::word).filter(|word| word != "none");
         let logging_steps = foreign_value
             .or_else(|| value(self.flags, settings, "logging_steps"))
             .or_else(|| flags::text(self.flags, "logging_steps").map(String::from))
@@ -92,9 +92,9 @@ impl Line<'_> {
         for (strategy, steps, usual) in
             [("eval_strategy", "eval_steps", logging_steps.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
         {
-            let Some(given) = self.find(strategy) else { continue };
+            let Some(flag) = self.find(strategy) else { continue };
             let is_set = self.is_set(steps, settings);
-            let message = match given.word().as_str() {
+            let message = match flag.word().as_str() {
                 "steps" if is_set => continue,
                 "steps" => {
                     settings.retain(|setting| setting.key != steps);
@@ -137,7 +137,8 @@ impl Line<'_> {
 
     /// Sets what `fsdp` and the files of DeepSpeed and accelerate set.
     fn translate_sharding(&self, settings: &mut Vec<Setting>, messages: &mut Messages) {
-        let values: Vec<(&'static str, String)> = self.given.iter().map(|given| (given.name, given.text())).collect();
+        let values: Vec<(&'static str, String)> =
+            self.foreign_flags.iter().map(|flag| (flag.name, flag.text())).collect();
         let words = |flags: &[&str]| -> Vec<Word<'_>> {
             let named = values.iter().filter(|(name, _)| flags.contains(name));
             named.map(|(flag, value)| Word { flag, value }).collect()
@@ -160,7 +161,8 @@ impl Line<'_> {
         }
         // A share of the run, which TRL allows, is no number of updates.
         let is_number = |steps: &String| usize::read(steps).is_some_and(|steps| steps > 0);
-        let every = self.find("logging_steps").map(Given::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
+        let every =
+            self.find("logging_steps").map(ForeignFlag::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
         for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
             if !self.is_set(key, settings) {
                 self.set(completions.name, Setting::new(key, vec![value.into()]), settings, refusals);
@@ -170,7 +172,7 @@ impl Line<'_> {
 
     /// Sets the push of the best model by `push_to_hub_if_best_kwargs`, every `compare_steps` updates.
     fn translate_best(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(best) = self.find(IF_BEST).filter(|given| given.word() != "none") else { return };
+        let Some(best) = self.find(IF_BEST).filter(|flag| flag.word() != "none") else { return };
         let arguments = match push_arguments(&best.text()) {
             Ok(arguments) => arguments,
             Err(message) => return refusals.say(IF_BEST, format!("{IF_BEST}: {message}")),
@@ -189,7 +191,7 @@ impl Line<'_> {
             }
         }
         let compares = self.is_set("eval_steps", settings) || self.is_set("save_steps", settings);
-        let every = self.find("compare_steps").map(Given::word).filter(|word| word != "none");
+        let every = self.find("compare_steps").map(ForeignFlag::word).filter(|word| word != "none");
         let every = every.as_deref().unwrap_or("1");
         let fixed = [("push_to_hub", "true"), ("hub_strategy", "best"), ("metric_for_best_model", "objective/scores")];
         let fixed = fixed.map(|(key, value)| (IF_BEST, key, value));
@@ -204,14 +206,14 @@ impl Line<'_> {
     /// Sets the datasets by a mixture of them.
     fn translate_datasets(&self, settings: &mut Vec<Setting>, messages: &mut Messages) {
         let Messages { refusals, notes } = messages;
-        let mixtures = self.given.iter().filter(|given| [DATASETS, DATASET_MIXTURE].contains(&given.name));
-        for given in mixtures.filter(|given| given.word() != "none") {
-            let name = given.name;
-            let mixture = match mixture::settings(&given.text(), notes) {
+        let mixtures = self.foreign_flags.iter().filter(|flag| [DATASETS, DATASET_MIXTURE].contains(&flag.name));
+        for flag in mixtures.filter(|flag| flag.word() != "none") {
+            let name = flag.name;
+            let mixture = match mixture::settings(&flag.text(), notes) {
                 Ok(mixture) => mixture,
                 Err(message) => {
-                    refusals.say(name, format!("{name} = {}: {message}", given.start()));
-                    // The dataset is not missing beside it.
+                    refusals.say(name, format!("{name} = {}: {message}", flag.start()));
+                    // The dataset is not reported as missing too.
                     refusals.about_too("dataset_name");
                     continue;
                 }
@@ -226,10 +228,10 @@ impl Line<'_> {
         }
     }
 
-    /// Sets the column of the prompts as open-r1 does, whose prompts are messages of the user.
+    /// Sets the column of the prompts. As in open-r1, prompts are then messages of the user.
     fn translate_prompt_column(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find(PROMPT_COLUMN).filter(|given| given.word() != "none") else { return };
-        let column = given.shown();
+        let Some(flag) = self.find(PROMPT_COLUMN).filter(|flag| flag.word() != "none") else { return };
+        let column = flag.shown();
         if column != "prompt" && self.on_line("dataset_columns") {
             let message =
                 format!("{PROMPT_COLUMN} and dataset_columns both name columns: write dataset_columns prompt={column}");
@@ -248,11 +250,11 @@ impl Line<'_> {
 
     /// Sets the settings of the learning-rate schedule by `lr_scheduler_kwargs`.
     fn translate_schedule(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find(SCHEDULE_KWARGS).filter(|given| given.word() != "none") else { return };
-        let name = given.name;
-        let arguments = match schedule_arguments(&given.text()) {
+        let Some(flag) = self.find(SCHEDULE_KWARGS).filter(|flag| flag.word() != "none") else { return };
+        let name = flag.name;
+        let arguments = match schedule_arguments(&flag.text()) {
             Ok(arguments) => arguments,
-            Err(message) => return refusals.say(name, format!("{name} = {}: {message}", given.start())),
+            Err(message) => return refusals.say(name, format!("{name} = {}: {message}", flag.start())),
         };
         for (key, value) in arguments {
             let arg = self.command.get_arguments().find(|arg| arg.get_id() == key);
@@ -266,7 +268,7 @@ impl Line<'_> {
         }
     }
 
-    /// Notes that an optimizer with pages is the one without them: pages only move its state.
+    /// Notes that a paged optimizer is the optimizer without pages: pages only move its state.
     fn note_paged(&self, settings: &[Setting], notes: &mut Vec<String>) {
         let name = value(self.flags, settings, "optim").unwrap_or_default();
         if name.starts_with("paged_") {
@@ -279,15 +281,15 @@ impl Line<'_> {
 
     /// Sets `device` by `use_cpu`.
     fn translate_use_cpu(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find("use_cpu") else { return };
+        let Some(flag) = self.find("use_cpu") else { return };
         let has_device = self.is_set("device", settings);
-        match given.switch() {
+        match flag.switch() {
             Some(true) if has_device => {
-                refusals.say(given.name, "use_cpu = true and device exclude each other: give one of them");
+                refusals.say(flag.name, "use_cpu = true and device exclude each other: give one of them");
             }
-            Some(true) => self.set(given.name, Setting::new("device", vec!["cpu".into()]), settings, refusals),
+            Some(true) => self.set(flag.name, Setting::new("device", vec!["cpu".into()]), settings, refusals),
             Some(false) => {}
-            None => refusals.say(given.name, format!("use_cpu = {}: expected true or false", given.word())),
+            None => refusals.say(flag.name, format!("use_cpu = {}: expected true or false", flag.word())),
         }
     }
 }
@@ -370,12 +372,12 @@ mod tests {
     #[test]
     fn every_flag_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
         let rlhf = rlhf_command();
-        let of = |own: &'static str| SHARED.split_whitespace().chain(own.split_whitespace()).collect();
+        let with_shared = |more: &'static str| SHARED.split_whitespace().chain(more.split_whitespace()).collect();
         let (grpo, rloo, dpo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG), keys_of(DPO_CONFIG));
-        let own = [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD))];
+        let listed = [("ppo", with_shared(OF_PPO)), ("sft", with_shared(OF_SFT)), ("reward", with_shared(OF_REWARD))];
         let distill = [keys_of(DISTILLATION_CONFIG), OF_GKD.split_whitespace().collect()].concat();
         let others = [("grpo", grpo), ("rloo", rloo), ("dpo", dpo), ("distill", distill)];
-        let commands = own.into_iter().chain(others);
+        let commands = listed.into_iter().chain(others);
         for (name, flags) in commands {
             let command = rlhf.find_subcommand(name).unwrap();
             let keys = Keys { top: vec![command], sections: Vec::new() };
@@ -579,11 +581,11 @@ mod tests {
 
     #[test]
     fn warmup_steps_below_1_are_the_warmup_ratio() {
-        let of = |config: PpoConfig| (config.optimizer.warmup_steps, config.optimizer.warmup_ratio);
-        assert_eq!(of(ppo(&["--warmup_steps", "0.05"])), (0, 0.05));
-        assert_eq!(of(ppo(&["--warmup-steps=0.05"])), (0, 0.05));
-        assert_eq!(of(ppo(&["--warmup_steps", "5"])), (5, 0.0));
-        assert_eq!(of(ppo(&["--warmup_steps", "2.0"])), (2, 0.0));
+        let warmup = |config: PpoConfig| (config.optimizer.warmup_steps, config.optimizer.warmup_ratio);
+        assert_eq!(warmup(ppo(&["--warmup_steps", "0.05"])), (0, 0.05));
+        assert_eq!(warmup(ppo(&["--warmup-steps=0.05"])), (0, 0.05));
+        assert_eq!(warmup(ppo(&["--warmup_steps", "5"])), (5, 0.0));
+        assert_eq!(warmup(ppo(&["--warmup_steps", "2.0"])), (2, 0.0));
         for command in ["ppo", "grpo", "rloo"] {
             for text in [
                 "warmup_steps: 0.05\n",
@@ -591,7 +593,7 @@ mod tests {
                 "warmup_steps: 5e-2\nwarmup_ratio: 0.0\n",
             ] {
                 let Task::Ppo(config) = with_file(text, &least(command)).unwrap() else { panic!() };
-                assert_eq!(of(config), (0, 0.05), "{command}: {text}");
+                assert_eq!(warmup(config), (0, 0.05), "{command}: {text}");
             }
         }
         let error = with_file("warmup_steps: 0.05\nwarmup_ratio: 0.1\n", &least("grpo")).unwrap_err();
