@@ -107,6 +107,8 @@ def here(row):
     meaning, values = row["meaning"], row["values"]
     if meaning == "same":
         text = " and ".join(f"`--{name}`" for name in row["here"].split(" and "))
+        if row["unless"]:
+            text += f", unless it is {' or '.join(code(value) for value in row['unless'])}"
         return f"{text}, {row['why']}" if row["why"] else text
     if meaning == "words":
         words = {}

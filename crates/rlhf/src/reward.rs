@@ -32,8 +32,8 @@ pub use scaling::{Moments, Normalize, ScoreScaling, ScoreTransform};
 pub(crate) use settings::LONGEST_TIMEOUT;
 pub use settings::{RewardSourcesConfig, ScoreScalingConfig};
 pub(crate) use sources::{function_files, program_files};
+pub use spec::is_function_path;
 pub(crate) use spec::{RewardSources, Spec, resolve, specs_or_error};
-pub use spec::{check_written, is_function_path};
 pub use state::TrainerState;
 pub use trl::{TrlFunction, TrlReward};
 

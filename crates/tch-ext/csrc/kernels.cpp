@@ -5,6 +5,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#ifdef TCH_EXT_X86
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -25,12 +28,34 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
+// While it lives, this thread takes denormal numbers (below 1.2e-38) as zeros. An x86 processor multiplies them a hundred times slower than
+// others, and fast decays of the delta rule and sharp attention have many: an SFT step of a Qwen3.5 took a third longer with them.
+class FlushDenormals {
+ public:
+#ifdef TCH_EXT_X86
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  // Of results, and of operands.
+  static constexpr unsigned FLUSH = 1u << 15 | 1u << 6;
+  unsigned before_;
+#elif defined(__aarch64__)
+  FlushDenormals() : before_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(before_ | 1u << 24); }
+  ~FlushDenormals() { __builtin_aarch64_set_fpcr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
 // Runs `f(task)` for each task on libtorch's threads. The assignment to threads is arbitrary, so tasks must write to
 // disjoint memory.
 template <typename F>
 void for_each_task(int64_t tasks, const F& f) {
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(tasks, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    const FlushDenormals flush;
     for (int64_t task; (task = next++) < tasks;) f(task);
   });
 }

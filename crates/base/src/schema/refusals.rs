@@ -136,7 +136,8 @@ impl Refusals {
         }
     }
 
-    /// Returns the refusal by the names that the user has written, with the place of the first of its settings that is written.
+    /// Returns the refusal by the names that the user has written, with the place of the first of its settings that is written; in a file, if
+    /// one of them is.
     fn as_written(&self, refusal: Refusal, is_placed: bool) -> Refusal {
         let of = |setting: Option<&str>| self.written.iter().find(|written| Some(written.setting.as_str()) == setting);
         let (first, second) = (of(refusal.setting()), of(refusal.other()));
@@ -150,7 +151,9 @@ impl Refusals {
             }
             _ => refusal,
         };
-        match first.or(second).filter(|_| !is_placed) {
+        let in_file = |written: &&Written| matches!(written.origin, Origin::Line { .. });
+        let placed = first.filter(in_file).or(second.filter(in_file)).or(first).or(second);
+        match placed.filter(|_| !is_placed) {
             Some(written) => refusal.at(written.origin.clone()),
             None => refusal,
         }
@@ -319,6 +322,16 @@ mod tests {
             "run.yaml:5: lora_alpha = 0: no",
         ];
         assert_eq!(lines.lines().collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn of_a_flag_and_a_line_of_a_file_the_line_is_the_place() {
+        let mut refusals = Refusals::default();
+        refusals.call("optim", "optim", Origin::Flag);
+        refusals.call("zero_stage", "zero_optimization.stage", Origin::Line { path: "ds.json".into(), line: 3 });
+        refusals.add(exclude("optim", "zero_stage", " = x and zero_stage = 2 exclude each other")).unwrap();
+        let expected = "ds.json:3: optim = x and zero_optimization.stage = 2 exclude each other";
+        assert_eq!(refusals.end().unwrap_err().to_string(), expected);
     }
 
     #[test]

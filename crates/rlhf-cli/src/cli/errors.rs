@@ -9,7 +9,7 @@ use clap::{Arg, Command};
 use rlhf::Error;
 use rlhf::schema::Refusals;
 
-use super::{flags, help};
+use super::help;
 
 /// Reasons for which parsing returns no task.
 #[derive(Debug)]
@@ -106,13 +106,6 @@ pub(super) fn no_trainer(name: &OsString) -> Option<Error> {
     let (_, systems) = NO_TRAINERS.iter().find(|(names, _)| names.contains(&plain.as_str()))?;
     let trainer = plain.to_ascii_uppercase().replace('_', " ");
     Some(Error::Usage(format!("unrecognized subcommand '{name}'; there is no {trainer} here: take {systems} for it")))
-}
-
-/// Returns `value` as `arg` reads it; none if it does not accept it.
-pub(super) fn parsed(arg: &Arg, value: &str) -> Option<String> {
-    let probe = Arg::new("value").value_parser(arg.get_value_parser().clone());
-    let matches = Command::new("probe").no_binary_name(true).arg(probe).try_get_matches_from(["--", value]).ok()?;
-    flags::text(&matches, "value").map(String::from)
 }
 
 /// Returns what `arg` expects, if it does not accept `value`.

@@ -61,7 +61,9 @@ pub(super) fn parse(args: Vec<OsString>, rlhf: &Command) -> Result<Parsed, Stop>
     let (_, matches) = matches.subcommand().expect("it is launch");
     let mut flags = flags::read::<LaunchFlags>(matches)?;
     if let Some(path) = flags.config_file.clone() {
-        fill(&mut flags, foreign::launch(&path)?, |name| on_line(matches, name));
+        let file = foreign::launch(&path)?;
+        file.place(&mut messages.refusals, |name| on_line(matches, name));
+        fill(&mut flags, file, |name| on_line(matches, name));
         if command.first().is_some_and(|name| TRAINING.iter().any(|training| name == training)) {
             command.splice(1..1, ["--accelerate_config".into(), path.into_os_string()]);
         }
@@ -357,7 +359,12 @@ mod tests {
         assert_eq!(launched(&["--config_file", file], &generate).command, generate.map(OsString::from));
         std::fs::write(&path, "num_processes: many\n").unwrap();
         let error = parse_words(&[&["launch", "--config_file", file], &PPO[..]].concat()).unwrap_err();
-        assert_eq!(error, format!("{file}: `num_processes`: expected a whole number up to 100000, found `many`"));
+        assert_eq!(error, format!("{file}:1: `num_processes`: expected a whole number up to 100000, found `many`"));
+        std::fs::write(&path, "num_processes: 2\nmachine_rank: 3\n").unwrap();
+        let error = parse_words(&[&["launch", "--config_file", file], &PPO[..]].concat()).unwrap_err();
+        assert_eq!(error, format!("{file}:2: machine_rank = 3: expected a number below nnodes"));
+        let words = [&["launch", "--config_file", file, "--node_rank", "4"], &PPO[..]].concat();
+        assert_eq!(parse_words(&words).unwrap_err(), "node_rank = 4: expected a number below nnodes");
     }
 
     #[test]

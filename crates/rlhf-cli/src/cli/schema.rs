@@ -49,13 +49,13 @@ pub(crate) fn schema(config: &SchemaConfig) -> Result<()> {
 /// Returns the presets of the command `name` with the defaults that they set.
 fn presets(name: &str) -> Vec<(Preset, Vec<(&'static str, &'static str)>)> {
     let all = [Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat, Preset::Grpo, Preset::Rloo];
-    let presets_with = |settings: fn(Preset) -> Vec<(&'static str, &'static str)>| {
+    let with_settings = |settings: fn(Preset) -> Vec<(&'static str, &'static str)>| {
         all.into_iter().map(|preset| (preset, settings(preset))).filter(|(_, settings)| !settings.is_empty()).collect()
     };
     match name {
-        "sft" => presets_with(Preset::sft_settings),
-        "reward" => presets_with(Preset::reward_settings),
-        "ppo" => presets_with(Preset::settings),
+        "sft" => with_settings(Preset::sft_settings),
+        "reward" => with_settings(Preset::reward_settings),
+        "ppo" => with_settings(Preset::settings),
         _ => Vec::new(),
     }
 }
@@ -141,26 +141,24 @@ fn typed(field: &Field, text: Option<&str>) -> Value {
 mod tests {
     use super::*;
 
-    fn command_settings(name: &str) -> Vec<Value> {
+    fn settings(name: &str) -> Vec<Value> {
         let command = rlhf_command().find_subcommand(name).unwrap();
         described(command)["settings"].as_array().unwrap().clone()
     }
 
     fn setting(command: &str, name: &str) -> Value {
-        command_settings(command).into_iter().find(|setting| setting["name"] == name).unwrap()
+        settings(command).into_iter().find(|setting| setting["name"] == name).unwrap()
     }
 
     #[test]
     fn every_flag_of_every_command_is_described_or_of_another_system() {
         for command in rlhf_command().get_subcommands() {
-            let described: Vec<String> = command_settings(command.get_name())
-                .iter()
-                .map(|setting| setting["name"].as_str().unwrap().into())
-                .collect();
-            let shown_flags = command
+            let described: Vec<String> =
+                settings(command.get_name()).iter().map(|setting| setting["name"].as_str().unwrap().into()).collect();
+            let shown = command
                 .get_arguments()
                 .filter(|arg| !arg.is_hide_set() && !["help", "config"].contains(&arg.get_id().as_str()));
-            for flag in shown_flags.filter(|_| command.get_name() != "replay") {
+            for flag in shown.filter(|_| command.get_name() != "replay") {
                 let name = flag.get_long().unwrap_or(flag.get_id().as_str());
                 assert!(described.contains(&name.to_string()), "{}: {name}", command.get_name());
             }
@@ -180,9 +178,7 @@ mod tests {
         let length = setting("grpo", "max_completion_length");
         assert_eq!((&length["default"], &length["aliases"]), (&json!(512), &json!(["response_length"])));
         assert!(
-            command_settings("grpo")
-                .iter()
-                .all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path")
+            settings("grpo").iter().all(|setting| setting["name"] != "vf_coef" && setting["name"] != "sft_model_path")
         );
         let steps = setting("sft", "max_steps");
         assert_eq!(
@@ -234,5 +230,11 @@ mod tests {
         let stage = row("fsdp_config.fsdp_offload_params", "accelerate");
         assert_eq!(stage["values"], json!({"true": "true", "false": null}));
         assert_eq!(row("adafactor", "TRL")["values"], json!(["none", "false"]));
+        let steps = row("deepspeed_config.gradient_accumulation_steps", "accelerate");
+        assert_eq!(
+            (&steps["meaning"], &steps["values"], &steps["unless"]),
+            (&json!("same"), &Value::Null, &json!(["1"]))
+        );
+        assert_eq!(row("deepspeed_config.zero_stage", "accelerate")["unless"], Value::Null);
     }
 }

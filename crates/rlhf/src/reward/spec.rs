@@ -243,14 +243,6 @@ fn public(text: &str) -> String {
     format!("{}{more}", beginning(&text[..end], 80))
 }
 
-/// Checks one reward as it is written in the setting `reward`, alone: models and files that it names need not be there.
-///
-/// # Errors
-/// If it is malformed; the message starts with `reward = `.
-pub fn check_written(text: &str) -> Result<()> {
-    parse(text).map(drop)
-}
-
 /// Returns true if `text` is a module of Python and the name of a function in it, `module.function`.
 pub fn is_function_path(text: &str) -> bool {
     let is_name = |part: &str| {
@@ -603,12 +595,12 @@ mod tests {
     #[test]
     fn a_misspelled_kind_of_reward_is_answered_with_the_nearest_one() {
         for (wrong, near) in [("acuracy_reward", "accuracy_reward"), ("lenght:target=4", "length"), ("n=jsn", "json")] {
-            let error = check_written(wrong).unwrap_err().to_string();
+            let error = parse(wrong).unwrap_err().to_string();
             assert!(error.ends_with(&format!("; did you mean `{near}`?")), "{error}");
         }
-        assert!(!check_written("rhyme").unwrap_err().to_string().contains("did you mean"));
+        assert!(!parse("rhyme").unwrap_err().to_string().contains("did you mean"));
         let folder = tempfile::tempdir().unwrap();
-        let error = check_written(folder.path().to_str().unwrap()).unwrap_err().to_string();
+        let error = parse(folder.path().to_str().unwrap()).unwrap_err().to_string();
         assert!(error.contains("a model is written as model:/"), "{error}");
     }
 

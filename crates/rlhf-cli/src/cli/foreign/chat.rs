@@ -4,7 +4,7 @@
 
 use clap::ArgMatches;
 use rlhf::model::Dtype;
-use rlhf::schema::{Choices as _, Refusals, Setting as _};
+use rlhf::schema::{Choices as _, Setting as _};
 
 use super::super::args::on_line;
 use super::super::errors::Messages;
@@ -19,10 +19,11 @@ pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: 
     let is_set = |name: &str| {
         line.find(name).is_some() || line.on_line(name) || settings.iter().any(|setting| setting.key == name)
     };
-    let (of_adapters, forced) = adapters(line, is_set, messages);
-    let has_adapters = of_adapters.iter().any(|(key, _)| *key == "lora_alpha");
-    let together = of_adapters.into_iter().chain(switches(line, &mut messages.refusals));
-    settings.extend(together.map(|(key, value)| Setting::new(key, vec![value])));
+    let (adapter_settings, forced) = adapters(line, is_set, messages);
+    let has_adapters = adapter_settings.iter().any(|(_, key, _)| *key == "lora_alpha");
+    for (name, key, value) in adapter_settings.into_iter().chain(switches(line)) {
+        line.set(&name, Setting::new(key, vec![value]), settings, &mut messages.refusals);
+    }
     // At the front, so that any other value of the setting wins.
     let default = |settings: &mut Vec<Setting>, key: &str, value: &str| {
         settings.insert(0, Setting::new(key, vec![value.into()]));
@@ -45,7 +46,8 @@ pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: 
         // DeepSpeed-Chat's engine configuration has another window than DeepSpeed's default.
         default(settings, "loss_scale_window", "100");
     }
-    forced
+    // A value that is not accepted is refused already.
+    forced.filter(|setting| line.unaccepted(&setting.key, &setting.values).is_none())
 }
 
 /// Returns the last value of a setting.
@@ -70,10 +72,13 @@ fn is_fp16(flags: &ArgMatches, settings: &[Setting]) -> bool {
 }
 
 /// Prefix of a model's flags, and our settings of its adapters and of its learning rate.
-type OfModel = (&'static str, [&'static str; 4]);
+type ModelFlags = (&'static str, [&'static str; 4]);
 
 const POLICY: [&str; 4] = ["use_peft", "lora_r", "lora_target_modules", "learning_rate"];
 const CRITIC: [&str; 4] = ["value_use_peft", "value_lora_r", "value_lora_target_modules", "value_learning_rate"];
+
+/// A flag of DeepSpeed-Chat, our setting that it sets, and the value.
+type Translation = (String, &'static str, String);
 
 /// Translates adapters and learning rates. A model with adapters trains with the adapters' learning rate, and another one that `is_set`
 /// for it has no effect, which is noted. Returns that of adapters where it wins over the command line.
@@ -81,82 +86,79 @@ fn adapters(
     line: &Line<'_>,
     is_set: impl Fn(&str) -> bool,
     messages: &mut Messages,
-) -> (Vec<(&'static str, String)>, Option<Setting>) {
+) -> (Vec<Translation>, Option<Setting>) {
     let Messages { refusals, notes } = messages;
     let is_ppo = line.command.get_name() == "ppo";
-    let models: &[OfModel] = if is_ppo { &[("actor_", POLICY), ("critic_", CRITIC)] } else { &[("", POLICY)] };
-    let value = |prefix: &str, what: &str| line.find(&format!("{prefix}{what}")).and_then(|given| given.values.first());
+    let models: &[ModelFlags] = if is_ppo { &[("actor_", POLICY), ("critic_", CRITIC)] } else { &[("", POLICY)] };
+    let flag_value =
+        |prefix: &str, flag: &str| line.find(&format!("{prefix}{flag}")).and_then(|foreign| foreign.values.first());
     let adapters_alone = is_on(line, "only_optimize_lora");
-    let (mut settings, mut forced) = (Vec::new(), None);
+    let mut settings: Vec<Translation> = Vec::new();
+    let mut forced = None;
     for (prefix, [peft, r, targets, rate]) in models {
-        let name = format!("{prefix}lora_dim");
-        let rank = value(prefix, "lora_dim").map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
+        let rank_flag = format!("{prefix}lora_dim");
+        let rank = flag_value(prefix, "lora_dim").map_or(Ok(0), |word| word.parse::<usize>().map_err(|_| word));
         let rank = rank.unwrap_or_else(|word| {
-            refusals.say(&name, format!("{name} = {word}: expected a whole number, 0 or more"));
+            refusals.say(&rank_flag, format!("{rank_flag} = {word}: expected a whole number, 0 or more"));
             0
         });
         if rank > 0 && !adapters_alone {
             let message = format!(
-                "{name} = {rank} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
-                 is not supported: set only_optimize_lora, or {name} = 0"
+                "{rank_flag} = {rank} without only_optimize_lora = true trains embeddings, biases and norms beside the adapters, which \
+                 is not supported: set only_optimize_lora, or {rank_flag} = 0"
             );
-            refusals.say(&name, message);
+            refusals.say(&rank_flag, message);
         }
-        let own = |what: &str, default: &str| value(prefix, what).map_or(default, String::as_str).to_string();
-        let other = format!("{prefix}learning_rate");
+        let value_or = |flag: &str, default: &str| flag_value(prefix, flag).map_or(default, String::as_str).to_string();
+        let rate_flag = format!("{prefix}learning_rate");
         if rank == 0 {
-            if let Some(own) = value(prefix, "learning_rate") {
-                refusals.call_as(rate, &other, false);
-                settings.push((*rate, own.clone()));
+            if let Some(value) = flag_value(prefix, "learning_rate") {
+                settings.push((rate_flag, *rate, value.clone()));
             }
             continue;
         }
-        let lora_rate = own("lora_learning_rate", "5e-4");
-        if is_set(&other) {
+        let lora_rate = value_or("lora_learning_rate", "5e-4");
+        if is_set(&rate_flag) {
             notes.push(format!(
-                "{other} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {lora_rate}"
+                "{rate_flag} has no effect beside adapters: {prefix}lora_learning_rate is their rate, {lora_rate}"
             ));
             // The flag has the name of our setting.
-            if other == *rate {
+            if rate_flag == *rate {
                 forced = Some(Setting::new(rate, vec![lora_rate.clone()]));
             }
         }
-        for (ours, what) in [(r, "lora_dim"), (targets, "lora_module_name"), (rate, "lora_learning_rate")] {
-            refusals.call_as(ours, &format!("{prefix}{what}"), false);
+        if !settings.iter().any(|(_, key, _)| *key == "lora_alpha") {
+            // DeepSpeed-Chat scales an adapter's product by 1 / rank.
+            settings.push((rank_flag.clone(), "lora_alpha", "1".into()));
         }
         settings.extend([
-            (*peft, "true".to_string()),
-            (*r, rank.to_string()),
-            (*targets, own("lora_module_name", "decoder.layers.")),
-            (*rate, lora_rate),
+            (rank_flag.clone(), *peft, "true".to_string()),
+            (rank_flag, *r, rank.to_string()),
+            (format!("{prefix}lora_module_name"), *targets, value_or("lora_module_name", "decoder.layers.")),
+            (format!("{prefix}lora_learning_rate"), *rate, lora_rate),
         ]);
     }
-    let is_set = |settings: &[(&str, String)], key: &str| settings.iter().any(|(other, _)| *other == key);
-    if [POLICY, CRITIC].iter().any(|[peft, ..]| is_set(&settings, peft)) {
-        // DeepSpeed-Chat scales an adapter's product by 1 / rank.
-        settings.push(("lora_alpha", "1".into()));
-        if is_ppo && !is_set(&settings, CRITIC[0]) {
-            settings.push((CRITIC[0], "false".into()));
-        }
+    let is_set = |key: &str| settings.iter().any(|(_, other, _)| *other == key);
+    if is_ppo && is_set(POLICY[0]) && !is_set(CRITIC[0]) {
+        settings.push(("actor_lora_dim".into(), CRITIC[0], "false".into()));
     }
     (settings, forced)
 }
 
 fn is_on(line: &Line<'_>, name: &str) -> bool {
-    let word = line.find(name).and_then(|given| given.values.first());
+    let word = line.find(name).and_then(|foreign| foreign.values.first());
     word.is_some_and(|word| word.eq_ignore_ascii_case("true"))
 }
 
 /// Translates `enable_tensorboard` and `eval_interval`.
-fn switches(line: &Line<'_>, refusals: &mut Refusals) -> Vec<(&'static str, String)> {
+fn switches(line: &Line<'_>) -> Vec<Translation> {
     let mut settings = Vec::new();
     if is_on(line, "enable_tensorboard") {
-        settings.push(("report_to", "tensorboard".into()));
+        settings.push(("enable_tensorboard".into(), "report_to", "tensorboard".into()));
     }
-    let interval = line.find("eval_interval").and_then(|given| given.values.first());
+    let interval = line.find("eval_interval").and_then(|foreign| foreign.values.first());
     if let Some(interval) = interval.filter(|word| *word != "0") {
-        refusals.call_as("eval_steps", "eval_interval", false);
-        settings.push(("eval_steps", interval.clone()));
+        settings.push(("eval_interval".into(), "eval_steps", interval.clone()));
     }
     settings
 }
@@ -257,12 +259,12 @@ mod tests {
                     --lr_scheduler_type cosine --num_warmup_steps 7 --seed 9 --gradient_checkpointing --dropout 0.0 \
                     --zero_stage 0 --offload --deepspeed --enable_tensorboard --tensorboard_path t --data_output_path x \
                     --local_rank -1 --compute_fp32_loss --output_dir o --dtype bf16";
-        let words = |command: &'static str, own: &'static str| {
-            let own = own.split_whitespace();
+        let words = |command: &'static str, more: &'static str| {
+            let more = more.split_whitespace();
             [command, "--preset", "deepspeed-chat"]
                 .into_iter()
                 .chain(both.split_whitespace())
-                .chain(own)
+                .chain(more)
                 .collect::<Vec<_>>()
         };
         let Task::Sft(sft) = parse_words(&words("sft", "--print_loss --learning_rate 3e-4")).unwrap() else { panic!() };
@@ -270,36 +272,36 @@ mod tests {
         assert_eq!((sft.learning_rate, sft.optimizer.weight_decay, sft.plan(16).unwrap().num_updates), (3e-4, 0.1, 4));
         assert_eq!((sft.completion_only_loss, sft.run.bf16, sft.run.offload.offloads_optimizer()), (false, true, true));
         assert_eq!((sft.run.tracking.report_to.as_slice(), sft.run.seed), (&[ReportTo::Tensorboard][..], 9));
-        let own = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
+        let more = "--eval_interval 5 --eval_iters 3 --num_padding_at_beginning 0 --lora_dim 8 --only_optimize_lora \
                    --lora_module_name layers.";
-        let Task::Reward(reward) = parse_words(&words("reward", own)).unwrap() else { panic!() };
+        let Task::Reward(reward) = parse_words(&words("reward", more)).unwrap() else { panic!() };
         assert_eq!((reward.eval.eval_steps, reward.num_padding_at_beginning), (Some(5.into()), Some(0)));
         assert_eq!((reward.peft.use_peft, reward.peft.lora_r, reward.learning_rate), (true, 8, 5e-4));
         assert_eq!((reward.peft.lora_alpha, reward.new_reward_head), (1, true));
         assert_eq!(reward.peft.lora_dropout, 0.0);
-        for (command, own, message) in [
+        for (command, more, message) in [
             ("sft", "--lora_dim 8", "lora_dim = 8 without only_optimize_lora = true trains embeddings"),
             ("sft", "--sft_only_data_path f", "sft_only_data_path = f: no dataset is kept from data_split"),
             ("sft", "--dropout 0.1", "dropout = 0.1: a model's own dropout is not applied here"),
             ("reward", "--add_eot_token", "add_eot_token = true: a token that the tokenizer lacks is not added"),
         ] {
-            let error = parse_words(&words(command, own)).unwrap_err();
+            let error = parse_words(&words(command, more)).unwrap_err();
             assert!(error.contains(message), "{error}");
         }
         // In the script with adapters alone the learning rate is of no weight.
-        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3";
-        let found = parsed(&words("sft", own)).unwrap();
-        let Task::Sft(sft) = found.task else { panic!() };
+        let more = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3";
+        let parsed = parsed(&words("sft", more)).unwrap();
+        let Task::Sft(sft) = parsed.task else { panic!() };
         assert_eq!((sft.learning_rate, sft.peft.lora_r), (5e-4, 128));
         let note = "learning_rate has no effect beside adapters: lora_learning_rate is their rate, 5e-4";
-        assert!(found.notes.iter().any(|found| found == note), "{:?}", found.notes);
-        let own = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
-        let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
+        assert!(parsed.notes.iter().any(|other| other == note), "{:?}", parsed.notes);
+        let more = "--lora_dim 128 --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate 2e-4";
+        let Task::Sft(sft) = parse_words(&words("sft", more)).unwrap() else { panic!() };
         assert_eq!((sft.learning_rate, sft.peft.lora_dropout), (2e-4, 0.0));
         // Adapters of our own flags have our dropout, and a dropout that is given is the one.
-        for (own, dropout) in [("--use_peft", 0.05), ("--lora_dim 8 --only_optimize_lora --lora_dropout 0.3", 0.3)] {
-            let Task::Sft(sft) = parse_words(&words("sft", own)).unwrap() else { panic!() };
-            assert_eq!(sft.peft.lora_dropout, dropout, "{own}");
+        for (more, dropout) in [("--use_peft", 0.05), ("--lora_dim 8 --only_optimize_lora --lora_dropout 0.3", 0.3)] {
+            let Task::Sft(sft) = parse_words(&words("sft", more)).unwrap() else { panic!() };
+            assert_eq!(sft.peft.lora_dropout, dropout, "{more}");
         }
         let error = parse_words(&["reward", "--preset", "grpo", "--model_name_or_path", "m"]).unwrap_err();
         assert!(error.contains("invalid value 'grpo' for '--preset <NAME>'"), "{error}");
@@ -355,6 +357,36 @@ mod tests {
             error.starts_with("run.yaml:1: actor_learning_rate is a flag of --preset deepspeed-chat only"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_malformed_value_of_a_name_of_deepspeed_chat_has_its_name_and_its_line() {
+        let text = "preset: deepspeed-chat\nactor_model_name_or_path: a\ncritic_model_name_or_path: c\ndata_path: d\n\
+                    max_answer_seq_len: long\nactor_learning_rate: fast\nonly_optimize_lora: true\ncritic_lora_dim: 4\n\
+                    critic_lora_learning_rate: slow\n";
+        let error = with_file(text, &["ppo", "--output_dir", "o"]).unwrap_err();
+        let expected = [
+            "run.yaml:5: max_answer_seq_len = long: expected a whole number, 0 or more",
+            "run.yaml:6: actor_learning_rate = fast: expected a number",
+            "run.yaml:9: critic_lora_learning_rate = slow: expected a number",
+        ];
+        assert_eq!(error.lines().collect::<Vec<_>>(), expected);
+        let section: String = text.lines().map(|line| format!(" {line}\n")).collect();
+        let text = format!("model_name_or_path: m\ndataset_name: d\noutput_dir: o\nppo:\n{section}");
+        let error = with_file(&text, &["pipeline"]).unwrap_err();
+        let expected = "run.yaml:9: ppo: max_answer_seq_len = long: expected a whole number, 0 or more";
+        assert!(error.lines().any(|line| line == expected), "{error}");
+        let error = chat("--max_answer_seq_len long").unwrap_err();
+        assert_eq!(error, "max_answer_seq_len = long: expected a whole number, 0 or more");
+        let words =
+            "reward --preset deepspeed-chat --model_name_or_path m --data_path d --output_dir o --eval_interval often";
+        let error = parse_words(&words.split_whitespace().collect::<Vec<_>>()).unwrap_err();
+        assert_eq!(error, "eval_interval = often: expected a whole number of updates, or epoch");
+        // The rate of adapters, which wins over a flag of ours.
+        let words = "sft --preset deepspeed-chat --model_name_or_path m --data_path d --output_dir o --lora_dim 8 \
+                     --only_optimize_lora --learning_rate 1e-3 --lora_learning_rate slow";
+        let error = parse_words(&words.split_whitespace().collect::<Vec<_>>()).unwrap_err();
+        assert_eq!(error, "lora_learning_rate = slow: expected a number");
     }
 
     #[test]

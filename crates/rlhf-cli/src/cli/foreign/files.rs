@@ -4,32 +4,43 @@
 
 use std::path::Path;
 
-use rlhf::schema::{MOST_PORT, MOST_RANKS};
-use rlhf::{Error, Result};
+use rlhf::schema::{MOST_PORT, MOST_RANKS, Refusals};
+use rlhf::{Error, Origin, Result};
 use serde_json::{Map, Value};
 
 use super::table::{System, To};
 
-/// A setting that a file has.
+/// Our setting, as a key of another system's file or a word of its flag sets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Found {
-    /// Its key in the file.
+pub(super) struct ForeignSetting {
+    /// The key in the file, or the flag with its word.
     pub(super) key: String,
+    /// The line of the key, counted from 1.
+    pub(super) line: u64,
     /// Our setting.
     pub(super) setting: &'static str,
     pub(super) value: String,
+    /// Whether the key itself has this value, and not another one that stands for it.
+    pub(super) is_same: bool,
     /// Whether it counts only where `fp16` is set.
-    pub(super) of_fp16: bool,
+    pub(super) needs_fp16: bool,
+}
+
+impl ForeignSetting {
+    /// Returns a setting whose value is not that of the key itself.
+    pub(super) fn new(key: impl Into<String>, line: u64, setting: &'static str, value: impl Into<String>) -> Self {
+        Self { key: key.into(), line, setting, value: value.into(), is_same: false, needs_fp16: false }
+    }
 }
 
 /// The content of a file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Content {
-    pub(super) found: Vec<Found>,
+    pub(super) settings: Vec<ForeignSetting>,
     /// Keys without a counterpart.
     pub(super) unknown: Vec<String>,
-    /// Values that are refused, a line each, without the file's name.
-    pub(super) refused: Vec<String>,
+    /// Values that are refused: the line in the file, and the message.
+    pub(super) refused: Vec<(u64, String)>,
     /// Number of ranks that the file asks for.
     pub(super) ranks: Option<usize>,
 }
@@ -45,7 +56,7 @@ pub(super) fn deepspeed(path: &Path) -> Result<Content> {
     let Value::Object(map) = parsed else {
         return Err(Error::invalid(path, "expected a DeepSpeed configuration, a JSON object"));
     };
-    Ok(content(&map, System::DeepSpeed))
+    Ok(content(&map, KeyLines::of_json(&text), System::DeepSpeed))
 }
 
 /// Reads a configuration of accelerate, without what [`launch`] reads.
@@ -53,19 +64,19 @@ pub(super) fn deepspeed(path: &Path) -> Result<Content> {
 /// # Errors
 /// If the file cannot be read, or is no YAML map.
 pub(super) fn accelerate(path: &Path) -> Result<Content> {
-    let map = yaml(path)?;
-    let mut content = content(&map, System::Accelerate);
+    let (text, map) = yaml(path)?;
+    let mut content = content(&map, KeyLines::of_yaml(&text), System::Accelerate);
     content.ranks = map.get("num_processes").and_then(Value::as_u64).map(|ranks| ranks as usize);
     if let Some(precision @ ("bf16" | "fp16")) = map.get("mixed_precision").and_then(Value::as_str) {
         let setting = if precision == "bf16" { "bf16" } else { "fp16" };
-        let found = Found { key: "mixed_precision".into(), setting, value: "true".into(), of_fp16: false };
-        content.found.push(found);
+        let line = KeyLines::of_yaml(&text).find_line("mixed_precision");
+        content.settings.push(ForeignSetting::new("mixed_precision", line, setting, "true"));
     }
     Ok(content)
 }
 
 /// Returns the content of the configuration of accelerate that TRL brings under this name; `None` if it brings none.
-pub(super) fn of_trl(name: &str) -> Option<Content> {
+pub(super) fn trl_configuration(name: &str) -> Option<Content> {
     let stage = match name {
         "single_gpu" | "multi_gpu" => "0",
         "zero1" => "1",
@@ -73,10 +84,10 @@ pub(super) fn of_trl(name: &str) -> Option<Content> {
         "zero3" | "fsdp1" | "fsdp2" => "3",
         _ => return None,
     };
-    let found = |setting, value: &str| Found { key: name.into(), setting, value: value.into(), of_fp16: false };
+    let setting = |setting, value: &str| ForeignSetting::new(format!("accelerate_config = {name}"), 1, setting, value);
     let ranks = if name == "single_gpu" { 1 } else { 8 };
     Some(Content {
-        found: vec![found("zero_stage", stage), found("bf16", "true")],
+        settings: vec![setting("zero_stage", stage), setting("bf16", "true")],
         ranks: Some(ranks),
         ..Content::default()
     })
@@ -93,6 +104,33 @@ pub(in crate::cli) struct LaunchFile {
     /// Host of rank 0.
     pub(in crate::cli) main_process_ip: Option<String>,
     pub(in crate::cli) main_process_port: Option<u16>,
+    /// The places of the keys that are set, each with the flag of `rlhf launch` that it sets.
+    places: Vec<LaunchPlace>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct LaunchPlace {
+    key: &'static str,
+    flag: &'static str,
+    origin: Origin,
+}
+
+/// The keys of a file that [`launch`] reads, with the flags of `rlhf launch` that they set.
+const LAUNCH_KEYS: [(&str, &str); 5] = [
+    ("num_processes", "num_processes"),
+    ("num_machines", "nnodes"),
+    ("machine_rank", "node_rank"),
+    ("main_process_ip", "master_addr"),
+    ("main_process_port", "master_port"),
+];
+
+impl LaunchFile {
+    /// Has refusals of flags that the file sets name its keys and lines, but for the flags that are `on_line`, which win.
+    pub(in crate::cli) fn place(&self, refusals: &mut Refusals, on_line: impl Fn(&str) -> bool) {
+        for LaunchPlace { key, flag, origin } in self.places.iter().filter(|place| !on_line(place.flag)) {
+            refusals.call(flag, key, origin.clone());
+        }
+    }
 }
 
 /// Reads the ranks of an accelerate configuration.
@@ -100,31 +138,37 @@ pub(in crate::cli) struct LaunchFile {
 /// # Errors
 /// If the file cannot be read, is no YAML map, or has something else where a number is expected.
 pub(in crate::cli) fn launch(path: &Path) -> Result<LaunchFile> {
-    let map = yaml(path)?;
-    let number = |key: &str, most: u64| match map.get(key).filter(|value| !value.is_null()) {
+    let (file_text, map) = yaml(path)?;
+    let value = |key: &str| map.get(key).filter(|value| !value.is_null());
+    let line = |key: &str| KeyLines::of_yaml(&file_text).find_line(key);
+    let number = |key: &str, most: u64| match value(key) {
         None => Ok(None),
         Some(value) => match text(value).parse::<u64>().ok().filter(|&number| number <= most) {
             Some(number) => Ok(Some(number)),
             None => {
+                let place = format!("{}:{}", path.display(), line(key));
                 let message = format!("`{key}`: expected a whole number up to {most}, found `{}`", text(value));
-                Err(Error::invalid(path, message))
+                Err(Error::invalid(place, message))
             }
         },
     };
     let count = |key| number(key, MOST_RANKS).map(|number| number.map(|number| number as usize));
+    let set = LAUNCH_KEYS.into_iter().filter(|(key, _)| value(key).is_some());
+    let place = |(key, flag)| LaunchPlace { key, flag, origin: Origin::Line { path: path.into(), line: line(key) } };
     Ok(LaunchFile {
         num_processes: count("num_processes")?,
         num_machines: count("num_machines")?,
         machine_rank: count("machine_rank")?,
-        main_process_ip: map.get("main_process_ip").filter(|value| !value.is_null()).map(text),
+        main_process_ip: value("main_process_ip").map(text),
         main_process_port: number("main_process_port", MOST_PORT)?.map(|port| port as u16),
+        places: set.map(place).collect(),
     })
 }
 
-/// Reads the map of a YAML file.
-fn yaml(path: &Path) -> Result<Map<String, Value>> {
+/// Reads the map of a YAML file, and returns it with the text.
+fn yaml(path: &Path) -> Result<(String, Map<String, Value>)> {
     let text = rlhf::files::read_settings(path)?;
-    serde_saphyr::from_str(&text).map_err(|error| {
+    let map = serde_saphyr::from_str(&text).map_err(|error| {
         let line = error.location().map_or(1, |location| location.line());
         let message = error.to_string();
         let message = message.lines().next().unwrap_or_default();
@@ -132,43 +176,86 @@ fn yaml(path: &Path) -> Result<Map<String, Value>> {
             format!("{}:{line}", path.display()),
             format!("expected a configuration of accelerate in YAML: {message}"),
         )
-    })
+    })?;
+    Ok((text, map))
 }
 
-/// Returns the settings of `map` by the keys of `system` in the table.
-fn content(map: &Map<String, Value>, system: System) -> Content {
+/// Finds the lines of keys in the text of a file, in the order in which they are in it.
+struct KeyLines<'t> {
+    text: &'t str,
+    /// Whether keys are in quotes, as in JSON.
+    are_quoted: bool,
+    /// End of the last key.
+    position: usize,
+}
+
+impl<'t> KeyLines<'t> {
+    fn of_json(text: &'t str) -> Self {
+        Self { text, are_quoted: true, position: 0 }
+    }
+
+    fn of_yaml(text: &'t str) -> Self {
+        Self { text, are_quoted: false, position: 0 }
+    }
+
+    /// Returns the line of the next key `key`, counted from 1. It is the line of the last key if the text has this one in another notation.
+    fn find_line(&mut self, key: &str) -> u64 {
+        let key = if self.are_quoted { format!("\"{key}\"") } else { key.to_string() };
+        let start = self.position;
+        let mut places = self.text[start..].match_indices(&key).map(|(at, key)| (start + at, start + at + key.len()));
+        if let Some((_, end)) = places.find(|&(start, end)| is_key(self.text, start, end)) {
+            self.position = end;
+        }
+        self.text[..self.position].matches('\n').count() as u64 + 1
+    }
+}
+
+/// Returns whether the bytes from `start` to `end` of a JSON or YAML text are a key: a whole word before a colon, outside of comments.
+fn is_key(text: &str, start: usize, end: usize) -> bool {
+    let before = text[..start].rsplit('\n').next().unwrap_or_default();
+    let is_comment = before.trim_start().starts_with('#') || before.contains(" #");
+    let is_part = before.ends_with(|c: char| c.is_alphanumeric() || "_-.".contains(c));
+    let after = text[end..].trim_start_matches(['"', '\'']).trim_start();
+    after.starts_with(':') && !is_part && !is_comment
+}
+
+/// Returns the settings of `map` by the keys of `system` in the table; `lines` are those of its text.
+fn content(map: &Map<String, Value>, mut lines: KeyLines<'_>, system: System) -> Content {
     let mut leaves = Vec::new();
-    flatten("", map, &mut leaves);
+    flatten("", map, &mut lines, &mut leaves);
     let mut content = Content::default();
-    for (key, value) in leaves {
+    for Leaf { key, line, value } in leaves {
         let word = text(value).to_ascii_lowercase();
         if value.is_null() || word == "auto" {
             continue;
         }
-        let found = |setting, value: &str| Found { key: key.clone(), setting, value: value.into(), of_fp16: false };
+        let setting = |setting, value: &str| ForeignSetting::new(key.clone(), line, setting, value);
+        let same = |name| ForeignSetting { is_same: true, ..setting(name, &text(value)) };
+        let refused = |expected: &str| (line, format!("`{key}`: expected {expected}, found `{}`", text(value)));
         match system.find(&key) {
             Some(To::IsUnless(_, fine) | To::Without(fine)) if fine.contains(&word.as_str()) => {}
-            Some(To::Is(setting) | To::IsUnless(setting, _)) => content.found.push(found(setting, &text(value))),
-            Some(To::IsWithFp16(setting)) => {
-                content.found.push(Found { of_fp16: true, ..found(setting, &text(value)) });
+            Some(To::Is(name) | To::IsUnless(name, _)) => content.settings.push(same(name)),
+            Some(To::IsWithFp16(name)) => {
+                content.settings.push(ForeignSetting { needs_fp16: true, ..same(name) });
             }
-            Some(To::Words(setting, words)) => match words.iter().find(|(name, _)| *name == word) {
-                Some((_, ours)) => content.found.extend(ours.map(|ours| found(setting, ours))),
+            Some(To::Words(name, words)) => match words.iter().find(|(name, _)| *name == word) {
+                Some((_, ours)) => content.settings.extend(ours.map(|ours| setting(name, ours))),
                 None => {
                     let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
-                    content.refused.push(format!("`{key}`: expected {}, found `{}`", names.join(" or "), text(value)));
+                    content.refused.push(refused(&names.join(" or ")));
                 }
             },
-            Some(To::Pair(settings)) => match value.as_array().map(Vec::as_slice) {
+            Some(To::Pair(names)) => match value.as_array().map(Vec::as_slice) {
                 Some([first, second]) => {
-                    content.found.extend(settings.into_iter().zip([first, second]).map(|(s, v)| found(s, &text(v))));
+                    let pair = names.into_iter().zip([first, second]);
+                    content.settings.extend(pair.map(|(name, number)| setting(name, &text(number))));
                 }
-                _ => content.refused.push(format!("`{key}`: expected two numbers, found `{}`", text(value))),
+                _ => content.refused.push(refused("two numbers")),
             },
             // `rlhf launch` reads it.
             Some(To::Ignored(_)) => {}
             Some(_) => content.unknown.push(key),
-            // It asks for nothing.
+            // A key without a counterpart that is off changes nothing.
             None if ["false", "no", "none", "[]", ""].contains(&word.as_str()) => {}
             None => {
                 let name = unknown_part(&key, system);
@@ -181,18 +268,27 @@ fn content(map: &Map<String, Value>, system: System) -> Content {
     content
 }
 
-/// Collects the values of a map, each with its key: `a.b` for a value in the map `a`.
-fn flatten<'v>(prefix: &str, map: &'v Map<String, Value>, leaves: &mut Vec<(String, &'v Value)>) {
+/// A value of a file that is no map.
+struct Leaf<'v> {
+    /// The key, as `a.b` in the map `a`.
+    key: String,
+    line: u64,
+    value: &'v Value,
+}
+
+/// Collects the values of a map and of the maps in it.
+fn flatten<'v>(prefix: &str, map: &'v Map<String, Value>, lines: &mut KeyLines<'_>, leaves: &mut Vec<Leaf<'v>>) {
     for (key, value) in map {
+        let line = lines.find_line(key);
         let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
         match value {
-            Value::Object(inner) => flatten(&key, inner, leaves),
-            _ => leaves.push((key, value)),
+            Value::Object(inner) => flatten(&key, inner, lines, leaves),
+            _ => leaves.push(Leaf { key, line, value }),
         }
     }
 }
 
-/// Returns the largest part of the file around `key` that has no key of the table: a whole section, or the key alone.
+/// Returns the largest section around `key` without a key of the table, or the key itself if its section has one.
 fn unknown_part(key: &str, system: System) -> String {
     let mut end = 0;
     for part in key.split('.') {
@@ -218,14 +314,21 @@ fn text(value: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn of(text: &str) -> Content {
-        content(serde_json::from_str::<Value>(text).unwrap().as_object().unwrap(), System::DeepSpeed)
+    fn deepspeed_content(text: &str) -> Content {
+        let map: Value = serde_json::from_str(text).unwrap();
+        content(map.as_object().unwrap(), KeyLines::of_json(text), System::DeepSpeed)
+    }
+
+    /// Our settings and their values.
+    fn names_and_values(content: &Content) -> Vec<(&str, &str)> {
+        content.settings.iter().map(|setting| (setting.setting, setting.value.as_str())).collect()
     }
 
     #[test]
     fn keys_of_deepspeed_become_settings_and_others_are_named() {
         // The example of transformers' documentation for ZeRO-3, with numbers in place of some `auto`.
-        let content = of(r#"{
+        let content = deepspeed_content(
+            r#"{
             "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": "auto"}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}},
@@ -235,9 +338,8 @@ mod tests {
             },
             "aio": {"block_size": 1048576, "queue_depth": 8},
             "gradient_clipping": 1.0, "steps_per_print": 2000, "train_batch_size": 64, "wall_clock_breakdown": false
-        }"#);
-        let found: Vec<(&str, &str)> =
-            content.found.iter().map(|found| (found.setting, found.value.as_str())).collect();
+        }"#,
+        );
         let expected = [
             ("loss_scale_window", "1000"),
             ("initial_scale_power", "16"),
@@ -251,7 +353,7 @@ mod tests {
             ("max_grad_norm", "1.0"),
             ("train_batch_size", "64"),
         ];
-        assert_eq!(found, expected);
+        assert_eq!(names_and_values(&content), expected);
         assert_eq!(
             content.unknown,
             [
@@ -262,12 +364,13 @@ mod tests {
                 "steps_per_print"
             ]
         );
-        assert_eq!(content.refused, [""; 0]);
-        let content =
-            of(r#"{"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}"#);
+        assert!(content.refused.is_empty());
+        let content = deepspeed_content(
+            "{\"optimizer\": {\"type\": \"Lion\"},\n \"zero_optimization\": {\n  \"offload_optimizer\": {\"device\": \"nvme\"}}}",
+        );
         let expected = [
-            "`optimizer.type`: expected adamw or adam or fusedadam or cpuadam, found `Lion`",
-            "`zero_optimization.offload_optimizer.device`: expected cpu or none, found `nvme`",
+            (1, "`optimizer.type`: expected adamw or adam or fusedadam or cpuadam, found `Lion`".to_string()),
+            (3, "`zero_optimization.offload_optimizer.device`: expected cpu or none, found `nvme`".to_string()),
         ];
         assert_eq!(content.refused, expected);
     }
@@ -289,9 +392,10 @@ mod tests {
              num_machines: 1\nnum_processes: 4\nrdzv_backend: static\nsame_network: true\ntpu_env: []\n\
              tpu_use_cluster: false\nuse_cpu: false\n",
         );
-        let found: Vec<(&str, &str)> =
-            content.found.iter().map(|found| (found.setting, found.value.as_str())).collect();
-        assert_eq!(found, [("gradient_checkpointing", "true"), ("zero_stage", "3"), ("bf16", "true")]);
+        let expected = [("gradient_checkpointing", "true"), ("zero_stage", "3"), ("bf16", "true")];
+        assert_eq!(names_and_values(&content), expected);
+        let lines: Vec<u64> = content.settings.iter().map(|setting| setting.line).collect();
+        assert_eq!(lines, [7, 10, 13]);
         assert_eq!(
             (content.unknown, content.refused),
             (vec!["fsdp_config.fsdp_auto_wrap_policy".to_string()], Vec::new())
@@ -300,9 +404,14 @@ mod tests {
             num_processes: Some(4),
             num_machines: Some(1),
             machine_rank: Some(0),
+            places: ranks.places.clone(),
             ..LaunchFile::default()
         };
         assert_eq!(ranks, expected);
+        assert_eq!(
+            ranks.places.iter().map(|place| place.flag).collect::<Vec<_>>(),
+            ["num_processes", "nnodes", "node_rank"]
+        );
         let (content, _) = read("distributed_type: TPU\nmixed_precision: fp8\n");
         assert_eq!(content.refused.len(), 2, "{:?}", content.refused);
         std::fs::write(&path, "- 1\n").unwrap();
@@ -311,13 +420,26 @@ mod tests {
     }
 
     #[test]
+    fn the_line_of_a_key_is_found_where_it_is_a_key() {
+        let json = "{\"a\": {\"text\": \"stage: 1, \\\"stage\\\": 2\",\n \"stage\": 3},\n \"b\": {\n  \"stage\" : 4}}";
+        let mut lines = KeyLines::of_json(json);
+        let found = ["a", "text", "stage", "b", "stage", "none"].map(|key| lines.find_line(key));
+        assert_eq!(found, [1, 1, 2, 3, 4, 4]);
+        let yaml = "# num: 1\nthe_num: 2 # num: 3\nsection:\n  'num': 4\n  other: {num: 5}\n";
+        let mut lines = KeyLines::of_yaml(yaml);
+        let found = ["the_num", "section", "num", "other", "num"].map(|key| lines.find_line(key));
+        assert_eq!(found, [2, 3, 4, 5, 5]);
+        assert_eq!(KeyLines::of_yaml(yaml).find_line("num"), 4);
+    }
+
+    #[test]
     fn what_accelerate_writes_by_itself_sets_nothing() {
         for value in ["1", "auto"] {
-            let map =
+            let text =
                 format!(r#"{{"deepspeed_config": {{"gradient_accumulation_steps": "{value}", "zero_stage": 2}}}}"#);
-            let map: Value = serde_json::from_str(&map).unwrap();
-            let content = content(map.as_object().unwrap(), System::Accelerate);
-            assert_eq!(content.found.iter().map(|found| found.setting).collect::<Vec<_>>(), ["zero_stage"]);
+            let map: Value = serde_json::from_str(&text).unwrap();
+            let content = content(map.as_object().unwrap(), KeyLines::of_json(&text), System::Accelerate);
+            assert_eq!(names_and_values(&content), [("zero_stage", "2")]);
             assert!(content.unknown.is_empty() && content.refused.is_empty());
         }
     }

@@ -1,22 +1,23 @@
 //! The flags of other systems that a command line and its file set.
 
 use clap::{ArgMatches, Command};
-use rlhf::schema::Setting as _;
+use rlhf::schema::{Refusals, Setting as _};
 
 use super::super::args::on_line;
+use super::super::errors::refusal;
 use super::super::setting::Setting;
 use super::table::{System, To};
 
 /// A flag of another system that is set.
-pub(super) struct Given {
+pub(super) struct ForeignFlag {
     pub(super) system: System,
     pub(super) name: &'static str,
     pub(super) to: To,
     pub(super) values: Vec<String>,
 }
 
-impl Given {
-    /// The value as it is set; `none` if it is empty.
+impl ForeignFlag {
+    /// The value as the user wrote it; `none` if it is empty.
     pub(super) fn shown(&self) -> String {
         match &self.values[..] {
             [] => "none".to_string(),
@@ -25,7 +26,7 @@ impl Given {
         }
     }
 
-    /// The beginning of the value as it is set, for an error.
+    /// The beginning of the value as the user wrote it, for an error.
     pub(super) fn start(&self) -> String {
         self.shown().chars().take(60).collect()
     }
@@ -51,13 +52,13 @@ impl Given {
 pub(super) struct Line<'a> {
     pub(super) command: &'a Command,
     pub(super) flags: &'a ArgMatches,
-    pub(super) given: Vec<Given>,
+    pub(super) foreign_flags: Vec<ForeignFlag>,
 }
 
 impl Line<'_> {
     /// Returns the flag `name` of another system, if it is set.
-    pub(super) fn find(&self, name: &str) -> Option<&Given> {
-        self.given.iter().find(|given| given.name == name)
+    pub(super) fn find(&self, name: &str) -> Option<&ForeignFlag> {
+        self.foreign_flags.iter().find(|flag| flag.name == name)
     }
 
     /// Returns whether our flag `name` is on the command line.
@@ -68,6 +69,31 @@ impl Line<'_> {
     /// Returns whether our flag `name` is set.
     pub(super) fn is_set(&self, name: &str, settings: &[Setting]) -> bool {
         self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
+    }
+
+    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of the flag,
+    /// and the name of the flag if it has the same value. A value that our flag does not accept is refused here, under the same name.
+    pub(super) fn set(&self, name: &str, setting: Setting, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
+        let is_same = self.find(name).is_some_and(|flag| flag.values == setting.values);
+        if let Some((value, expected)) = self.unaccepted(&setting.key, &setting.values) {
+            let subject = if is_same { name.to_string() } else { format!("{name}: {}", setting.key) };
+            refusals.say(name, format!("{subject} = {value}: {expected}"));
+            // A required setting is not reported as missing too.
+            refusals.about_too(&setting.key);
+            return;
+        }
+        refusals.call_as(&setting.key, name, !is_same);
+        settings.push(setting);
+    }
+
+    /// Returns the first of `values` that our flag `key` does not accept, and what it expects.
+    pub(super) fn unaccepted<'v>(&self, key: &str, values: &'v [String]) -> Option<(&'v str, String)> {
+        let arg = self.command.get_arguments().find(|arg| arg.get_id() == key)?;
+        let mut words = values.iter().flat_map(|value| match arg.get_value_delimiter() {
+            Some(delimiter) => value.split(delimiter).collect(),
+            None => vec![value.as_str()],
+        });
+        words.find_map(|word| Some((word, refusal(arg, word)?)))
     }
 }
 

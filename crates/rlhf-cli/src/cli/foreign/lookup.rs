@@ -15,9 +15,9 @@ const HEADINGS: [(System, &str); 2] =
 /// Adds the flags of other systems to a command, hidden from its help. Flags that the command has already are its own.
 pub(in crate::cli) fn with_flags(mut command: Command) -> Command {
     let is_there = |command: &Command, name: &str| command.get_arguments().any(|arg| is_named(arg, name));
-    let own = command.get_name().to_string();
+    let command_name = command.get_name().to_string();
     for (system, heading) in HEADINGS {
-        for (name, to) in system.flags_of(&own) {
+        for (name, to) in system.flags_of(&command_name) {
             if !is_there(&command, name) {
                 command = command.arg(flag(system, name, to).help_heading(heading));
             }
@@ -90,9 +90,9 @@ pub(in crate::cli) fn is_warmup_ratio(value: &str) -> bool {
 /// Returns what to use instead of another system's flag `name`, for an error message about one of these `commands`: it calls settings as
 /// they do.
 pub(in crate::cli) fn hint(name: &str, commands: &[&Command]) -> Option<String> {
-    let of_groups = !commands.is_empty() && commands.iter().all(|command| names::has(command.get_name()));
+    let are_groups = !commands.is_empty() && commands.iter().all(|command| names::has(command.get_name()));
     let hint = TABLE.iter().find_map(|row| in_row(row, name))?;
-    Some(if of_groups { names::renamed_in(&hint, name) } else { hint })
+    Some(if are_groups { names::renamed_in(&hint, name) } else { hint })
 }
 
 fn in_row(row: &Row, name: &str) -> Option<String> {
@@ -115,7 +115,7 @@ pub(in crate::cli) fn described(command: &Command) -> Vec<Value> {
             To::Only(values, why) => (Some(values), why),
             _ => (None, ""),
         };
-        let aliases = ALIASES.iter().filter(|(_, of)| *of == name).map(|(alias, _)| *alias);
+        let aliases = ALIASES.iter().filter(|(_, flag)| *flag == name).map(|(alias, _)| *alias);
         json!({
             "name": name,
             "aliases": aliases.collect::<Vec<_>>(),
@@ -132,6 +132,7 @@ pub(in crate::cli) fn described(command: &Command) -> Vec<Value> {
 pub(in crate::cli) fn rows() -> Vec<Value> {
     let described = TABLE.iter().map(|Row { system, commands, names, to }| {
         let (meaning, here, values, why) = meaning(*to);
+        let unless = if let To::IsUnless(_, values) = to { json!(values) } else { Value::Null };
         json!({
             "system": system.name(),
             "kind": system.kind(),
@@ -140,6 +141,7 @@ pub(in crate::cli) fn rows() -> Vec<Value> {
             "meaning": meaning,
             "here": here,
             "values": values,
+            "unless": unless,
             "why": why,
         })
     });
@@ -223,7 +225,7 @@ mod tests {
             sections: Vec::new(),
         };
         // Flags of DeepSpeed-Chat, and words that are no names of settings.
-        let of_chat = ["actor_learning_rate", "critic_learning_rate"];
+        let chat_flags = ["actor_learning_rate", "critic_learning_rate"];
         let others = ["dr_grpo", "group_norm", "accuracy_reward", "adamw_bf16"];
         let trains = ["sft", "reward", "ppo", "grpo"];
         let systems = [
@@ -235,7 +237,7 @@ mod tests {
         for (at, (system, commands)) in systems.into_iter().enumerate() {
             let keys = keys(commands);
             for (name, to) in system.names() {
-                assert!(of_chat.contains(&name) || keys.flag(name).is_none_or(is_foreign), "{name} is a flag");
+                assert!(chat_flags.contains(&name) || keys.flag(name).is_none_or(is_foreign), "{name} is a flag");
                 let To::Write(ours) = to else { continue };
                 // The reason that OpenRLHF's has none here is the first hint.
                 let in_other = systems[..at].iter().any(|(other, _)| matches!(other.find(name), Some(To::Write(_))));

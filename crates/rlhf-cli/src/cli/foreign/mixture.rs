@@ -26,17 +26,17 @@ pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Settin
     let (mut configs, mut splits) = (Vec::new(), Vec::new());
     for dataset in &list {
         let dataset = dataset.as_object().ok_or(EXPECTED)?;
-        let found = files(dataset)?;
+        let paths = paths(dataset)?;
         let weight = dataset.get("weight").filter(|weight| !weight.is_null());
-        if let (Some(weight), true) = (weight, found.len() > 1) {
+        if let (Some(weight), true) = (weight, paths.len() > 1) {
             return Err(format!(
                 "`weight` = {weight} of several `data_files`: write dataset_name and dataset_weights, one for each"
             ));
         }
-        weights.extend(found.iter().map(|_| weight.map(word)));
-        names.extend(found);
-        configs.push(text_of(dataset, &["name", "config"])?.unwrap_or_default());
-        splits.push(text_of(dataset, &["split"])?.unwrap_or_else(|| "train".into()));
+        weights.extend(paths.iter().map(|_| weight.map(word)));
+        names.extend(paths);
+        configs.push(text_field(dataset, &["name", "config"])?.unwrap_or_default());
+        splits.push(text_field(dataset, &["split"])?.unwrap_or_else(|| "train".into()));
         // Columns are read where they are needed.
         let known = ["path", "id", "name", "config", "split", "data_files", "data_dir", "columns", "weight"];
         if let Some(other) = dataset.keys().find(|name| !known.contains(&name.as_str())) {
@@ -48,7 +48,7 @@ pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Settin
         let weights = weights.into_iter().map(|weight| weight.unwrap_or_else(|| "1".into())).collect();
         settings.push(Setting::new("dataset_weights", weights));
     }
-    for (what, ours, values) in [("configs", "dataset_config", configs), ("splits", "dataset_train_split", splits)] {
+    for (kind, ours, values) in [("configs", "dataset_config", configs), ("splits", "dataset_train_split", splits)] {
         match &values[..] {
             [first, rest @ ..] if rest.iter().all(|other| other == first) => {
                 if !first.is_empty() {
@@ -58,7 +58,7 @@ pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Settin
             [] => {}
             several => {
                 return Err(format!(
-                    "expected one of the {what} for all datasets, {ours}; found {}",
+                    "expected one of the {kind} for all datasets, {ours}; found {}",
                     several.join(", ")
                 ));
             }
@@ -79,14 +79,14 @@ pub(super) fn settings(text: &str, notes: &mut Vec<String>) -> Result<Vec<Settin
 }
 
 /// Returns the files of a dataset, or its name.
-fn files(dataset: &Map<String, Value>) -> Result<Vec<String>, String> {
+fn paths(dataset: &Map<String, Value>) -> Result<Vec<String>, String> {
     let files = match dataset.get("data_files") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(file)) => vec![file.clone()],
         Some(Value::Array(files)) if files.iter().all(Value::is_string) => files.iter().map(word).collect(),
         Some(other) => return Err(format!("`data_files`: expected a path or a list of paths, found {other}")),
     };
-    let path = text_of(dataset, &["path", "id"])?.ok_or("expected the `path` of each dataset")?;
+    let path = text_field(dataset, &["path", "id"])?.ok_or("expected the `path` of each dataset")?;
     // These name the reader of the files.
     if ["json", "csv", "parquet"].contains(&path.as_str()) {
         return if files.is_empty() {
@@ -95,12 +95,12 @@ fn files(dataset: &Map<String, Value>) -> Result<Vec<String>, String> {
             Ok(files)
         };
     }
-    let dir = text_of(dataset, &["data_dir"])?.map_or(path.clone(), |dir| format!("{path}/{dir}"));
+    let dir = text_field(dataset, &["data_dir"])?.map_or(path.clone(), |dir| format!("{path}/{dir}"));
     Ok(if files.is_empty() { vec![dir] } else { files.iter().map(|file| format!("{dir}/{file}")).collect() })
 }
 
-/// Returns the text by one of these names.
-fn text_of(dataset: &Map<String, Value>, names: &[&str]) -> Result<Option<String>, String> {
+/// Returns the text under the first of these names that the dataset has.
+fn text_field(dataset: &Map<String, Value>, names: &[&str]) -> Result<Option<String>, String> {
     match names.iter().find_map(|name| Some((name, dataset.get(*name)?))) {
         None | Some((_, Value::Null)) => Ok(None),
         Some((_, Value::String(text))) => Ok(Some(text.clone())),
@@ -160,6 +160,8 @@ mod tests {
                 "{error}"
             );
         }
+        let error = with_file("seed: 1\ndatasets: [{path: a, weight: heavy}]\n", &words).unwrap_err();
+        assert_eq!(error, "run.yaml:2: datasets: dataset_weights = heavy: expected a number");
         let line = ["--datasets", "[{\"path\": \"a\"}]"];
         assert!(parse_words(&[&words[..], &line].concat()).is_ok());
     }

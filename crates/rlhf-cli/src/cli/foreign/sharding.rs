@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Command};
 use rlhf::dist::num_ranks;
-use rlhf::{Error, Result};
+use rlhf::{Error, Origin, Result};
 
 use super::super::errors::{Messages, refusal};
 use super::super::setting::Setting;
-use super::files::{self, Content, Found};
+use super::files::{self, Content, ForeignSetting};
 use super::line;
 use super::table::DEEPSPEED_FILE;
 
@@ -23,7 +23,7 @@ pub(super) struct Layers<'a> {
     pub(super) messages: &'a mut Messages,
 }
 
-/// One of these flags, with its value as it is set.
+/// A flag that names a file or a kind of sharding, with its value.
 pub(super) struct Word<'a> {
     pub(super) flag: &'a str,
     pub(super) value: &'a str,
@@ -35,6 +35,11 @@ enum Place<'a> {
     Flag(&'a str),
     /// A key of this file.
     File(&'a Path),
+}
+
+/// Returns the place of a line of a file of another system.
+fn origin(path: &Path, line: u64) -> Origin {
+    Origin::Line { path: path.into(), line }
 }
 
 impl Layers<'_> {
@@ -62,14 +67,14 @@ impl Layers<'_> {
                     return self.messages.refusals.say(word.flag, line);
                 }
             };
-            let found = Found { key: format!("fsdp = {name}"), setting, value: value.into(), of_fp16: false };
-            self.set(&Place::Flag(word.flag), &found);
+            self.set(&Place::Flag(word.flag), &ForeignSetting::new(format!("fsdp = {name}"), 1, setting, value));
         }
     }
 
     /// Reads the files that `deepspeed`, `deepspeed_config` and `accelerate_config` name.
     pub(super) fn translate_files(&mut self, words: &[Word<'_>]) {
-        let mut deepspeed: Option<PathBuf> = None;
+        // The flag, and the file that it names.
+        let mut deepspeed: Option<(&str, PathBuf)> = None;
         for word in words {
             // DeepSpeed's scripts have `--deepspeed` as a switch.
             if ["none", "", "true", "false", "{}"].contains(&word.value.to_ascii_lowercase().as_str()) {
@@ -77,43 +82,54 @@ impl Layers<'_> {
             }
             let path = Path::new(word.value);
             if word.flag == "accelerate_config" {
-                let of_trl = files::of_trl(word.value).filter(|_| !path.exists());
-                match of_trl.map_or_else(|| files::accelerate(path), Ok) {
-                    Ok(content) => {
-                        self.note_ranks(word, content.ranks);
-                        let (files, found) =
-                            content.found.into_iter().partition(|found| found.setting == DEEPSPEED_FILE);
-                        let files: Vec<Found> = files;
-                        deepspeed = deepspeed.or(files.first().map(|found| PathBuf::from(&found.value)));
-                        self.apply(path, Content { found, ..content });
-                    }
-                    Err(error) => self.refuse_file(word, &error, "the path of a configuration of accelerate"),
+                let file = self.translate_accelerate(word, path);
+                if let Some(file) = file.filter(|_| deepspeed.is_none()) {
+                    self.messages.refusals.call(DEEPSPEED_FILE, &file.key, origin(path, file.line));
+                    deepspeed = Some((DEEPSPEED_FILE, PathBuf::from(file.value)));
                 }
                 continue;
             }
             match &deepspeed {
-                Some(other) if other != path => {
+                Some((flag, other)) if other != path => {
                     let line = format!(
-                        "{} = {} and deepspeed = {} exclude each other: give one of them",
+                        "{} = {} and {flag} = {} exclude each other: give one of them",
                         word.flag,
                         word.value,
                         other.display()
                     );
                     self.messages.refusals.say(word.flag, line);
                 }
-                _ => deepspeed = Some(path.to_path_buf()),
+                _ => deepspeed = Some((word.flag, path.to_path_buf())),
             }
         }
-        if let Some(path) = deepspeed {
+        if let Some((flag, path)) = deepspeed {
             match files::deepspeed(&path) {
-                Ok(content) => self.apply(&path, content),
+                Ok(content) => self.apply(&Place::File(&path), content),
                 Err(error) => {
                     let value = path.display().to_string();
-                    let word = Word { flag: DEEPSPEED_FILE, value: &value };
-                    self.refuse_file(&word, &error, "the path of a DeepSpeed configuration");
+                    self.refuse_file(&Word { flag, value: &value }, &error, "the path of a DeepSpeed configuration");
                 }
             }
         }
+    }
+
+    /// Applies the configuration of accelerate in the file `path`, or the one that TRL brings under that name. Returns the key with the path
+    /// of a DeepSpeed configuration.
+    fn translate_accelerate(&mut self, word: &Word<'_>, path: &Path) -> Option<ForeignSetting> {
+        let known = files::trl_configuration(word.value).filter(|_| !path.exists());
+        let place = if known.is_some() { Place::Flag(word.flag) } else { Place::File(path) };
+        let content = match known.map_or_else(|| files::accelerate(path), Ok) {
+            Ok(content) => content,
+            Err(error) => {
+                self.refuse_file(word, &error, "the path of a configuration of accelerate");
+                return None;
+            }
+        };
+        self.note_ranks(word, content.ranks);
+        let (files, settings): (Vec<ForeignSetting>, Vec<ForeignSetting>) =
+            content.settings.into_iter().partition(|setting| setting.setting == DEEPSPEED_FILE);
+        self.apply(&place, Content { settings, ..content });
+        files.into_iter().next()
     }
 
     /// Notes that a command starts no ranks, where the file asks for more than there are.
@@ -136,51 +152,61 @@ impl Layers<'_> {
         self.messages.refusals.say(word.flag, line);
     }
 
-    /// Applies the content of the file `path`.
-    fn apply(&mut self, path: &Path, mut content: Content) {
-        let place = format!("{}: ", path.display());
-        for line in &content.refused {
-            self.messages.refusals.refuse(format!("{place}{line}"), [""; 0]);
+    /// Applies the content of a file.
+    fn apply(&mut self, place: &Place<'_>, mut content: Content) {
+        for (line, message) in std::mem::take(&mut content.refused) {
+            self.refuse(place, line, message, None);
         }
-        if let Err(line) = self.reconcile_sizes(&mut content.found) {
-            self.messages.refusals.refuse(format!("{place}{line}"), ["train_batch_size"]);
+        if let Err((line, message)) = self.reconcile_sizes(&mut content.settings) {
+            self.refuse(place, line, message, Some("train_batch_size"));
         }
-        // The fields of the loss scale come after `fp16` in the table's order, not in the file's.
-        let (of_fp16, others): (Vec<Found>, Vec<Found>) = content.found.into_iter().partition(|found| found.of_fp16);
-        others.iter().for_each(|found| self.set(&Place::File(path), found));
-        if self.value("fp16").is_some_and(|value| is_same(&value, "true")) {
-            of_fp16.iter().for_each(|found| self.set(&Place::File(path), found));
+        // The fields of the loss scale count only with `fp16`, which may come after them in the file.
+        let (scale, others): (Vec<ForeignSetting>, Vec<ForeignSetting>) =
+            content.settings.into_iter().partition(|setting| setting.needs_fp16);
+        others.iter().for_each(|setting| self.set(place, setting));
+        if self.value("fp16").is_some_and(|value| is_equal(&value, "true")) {
+            scale.iter().for_each(|setting| self.set(place, setting));
         }
-        if !content.unknown.is_empty() {
+        if let (Place::File(path), false) = (place, content.unknown.is_empty()) {
             let names: Vec<String> = content.unknown.iter().map(|name| format!("`{name}`")).collect();
-            self.messages.notes.push(format!("{place}no counterpart for {}", names.join(", ")));
+            self.messages.notes.push(format!("{}: no counterpart for {}", path.display(), names.join(", ")));
         }
     }
 
     /// Makes batch sizes as DeepSpeed has them ours. There the size of all ranks, the size of a micro-batch and the number of
     /// micro-batches may all be set, and must agree; here the size of all ranks replaces the number of micro-batches.
-    fn reconcile_sizes(&self, found: &mut Vec<Found>) -> Result<(), String> {
-        let in_file = |name: &str| found.iter().find(|found| found.setting == name).map(|found| found.value.clone());
-        let (all, micro) = (in_file("train_batch_size"), "per_device_train_batch_size");
-        let of_all = |name: &str| in_file(name).or_else(|| self.value(name));
-        let number = |value: Option<String>| value.and_then(|value| value.parse::<usize>().ok());
-        let (rows, accumulated) = (number(of_all(micro)), number(of_all("gradient_accumulation_steps")));
-        let (Some(all), Some(accumulated)) = (number(all), accumulated) else { return Ok(()) };
+    ///
+    /// # Errors
+    /// The line of `train_batch_size` and the message, if the sizes do not agree.
+    fn reconcile_sizes(&self, settings: &mut Vec<ForeignSetting>) -> Result<(), (u64, String)> {
+        let in_file = |name: &str| settings.iter().find(|setting| setting.setting == name);
+        let Some(batch) = in_file("train_batch_size") else { return Ok(()) };
+        let line = batch.line;
+        let micro = "per_device_train_batch_size";
+        let number = |value: &str| value.parse::<usize>().ok();
+        let size = |name: &str| match in_file(name) {
+            Some(setting) => number(&setting.value),
+            None => self.value(name).and_then(|value| number(&value)),
+        };
+        let rows = size(micro);
+        let (Some(all), Some(accumulated)) = (number(&batch.value), size("gradient_accumulation_steps")) else {
+            return Ok(());
+        };
         let per_step = accumulated.saturating_mul(num_ranks());
         let product = rows.unwrap_or(all.checked_div(per_step).unwrap_or(0));
         if product.saturating_mul(per_step) != all {
-            return Err(format!(
+            let message = format!(
                 "`train_batch_size`: expected {micro} * gradient_accumulation_steps * ranks = {product} * {accumulated} * {} = {}, \
                  found {all}",
                 num_ranks(),
                 product.saturating_mul(per_step)
-            ));
+            );
+            return Err((line, message));
         }
         let replaced = if accumulated == 1 { "gradient_accumulation_steps" } else { "train_batch_size" };
-        found.retain(|found| found.setting != replaced);
+        settings.retain(|setting| setting.setting != replaced);
         if accumulated != 1 && rows.is_none() {
-            let key = "train_batch_size".into();
-            found.push(Found { key, setting: micro, value: product.to_string(), of_fp16: false });
+            settings.push(ForeignSetting::new("train_batch_size", line, micro, product.to_string()));
         }
         Ok(())
     }
@@ -190,37 +216,45 @@ impl Layers<'_> {
         line::value(self.flags, self.settings, setting)
     }
 
-    /// Adds a setting, or refuses it: a value that its flag does not accept, or another one than is set.
-    fn set(&mut self, place: &Place<'_>, found: &Found) {
-        let Found { key, setting, value, .. } = found;
+    /// Adds a setting, or refuses it: a value that its flag does not accept, or another one than is set. Later refusals of the setting
+    /// have its place.
+    fn set(&mut self, place: &Place<'_>, foreign: &ForeignSetting) {
+        let ForeignSetting { key, line, setting, value, is_same, .. } = foreign;
         let Some(arg) = self.command.get_arguments().find(|arg| arg.get_id() == setting) else { return };
         let message = match (refusal(arg, value), self.value(setting)) {
             (Some(expected), _) => format!("`{key}`: {expected}, found `{value}`"),
-            (None, Some(other)) if is_same(&other, value) => return,
+            (None, Some(other)) if is_equal(&other, value) => return,
             (None, Some(other)) => {
                 format!("`{key}`: {setting} = {value} there contradicts {setting} = {other}: set one of them")
             }
             (None, None) => {
-                if let Place::Flag(flag) = place {
-                    self.messages.refusals.call_as(setting, flag, true);
+                let refusals = &mut self.messages.refusals;
+                match place {
+                    Place::Flag(flag) => refusals.call_as(setting, flag, true),
+                    Place::File(path) if *is_same => refusals.call(setting, key, origin(path, *line)),
+                    Place::File(path) => refusals.call(setting, setting, origin(path, *line)),
                 }
                 return self.settings.push(Setting::new(setting, vec![value.clone()]));
             }
         };
+        self.refuse(place, *line, message, Some(setting));
+    }
+
+    /// Refuses what is written at a place of another system: `setting`, if it is one of ours.
+    fn refuse(&mut self, place: &Place<'_>, line: u64, message: String, setting: Option<&str>) {
+        let refusals = &mut self.messages.refusals;
         match place {
             Place::Flag(flag) => {
-                self.messages.refusals.say(flag, message);
-                self.messages.refusals.about_too(setting);
+                refusals.say(flag, message);
+                setting.into_iter().for_each(|setting| refusals.about_too(setting));
             }
-            Place::File(path) => {
-                self.messages.refusals.refuse(format!("{}: {message}", path.display()), [*setting]);
-            }
+            Place::File(path) => refusals.refuse_at(origin(path, line), message, setting),
         }
     }
 }
 
-/// Returns whether two values of a flag are the same: numbers and truth values in any notation.
-fn is_same(one: &str, other: &str) -> bool {
+/// Returns whether two values of a flag are equal: numbers and truth values in any notation.
+fn is_equal(one: &str, other: &str) -> bool {
     let normal = |text: &str| {
         let text = text.to_ascii_lowercase();
         match text.as_str() {
@@ -247,9 +281,9 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let path = path.to_str().unwrap();
         let words: Vec<&str> = words.split_whitespace().map(|word| if word == "FILE" { path } else { word }).collect();
-        let found = parsed(&[&PPO[..], &words].concat()).map_err(|error| error.replace(path, "ds.json"))?;
-        let Task::Ppo(config) = found.task else { panic!() };
-        Ok((config, found.notes.iter().map(|note| note.replace(path, "ds.json")).collect()))
+        let parsed = parsed(&[&PPO[..], &words].concat()).map_err(|error| error.replace(path, "ds.json"))?;
+        let Task::Ppo(config) = parsed.task else { panic!() };
+        Ok((config, parsed.notes.iter().map(|note| note.replace(path, "ds.json")).collect()))
     }
 
     #[test]
@@ -293,16 +327,70 @@ mod tests {
         let refused = |text: &str, words: &str| with_deepspeed(text, words).unwrap_err();
         assert_eq!(
             refused(text, "--deepspeed FILE --zero_stage 3"),
-            "ds.json: `zero_optimization.stage`: zero_stage = 2 there contradicts zero_stage = 3: set one of them"
+            "ds.json:1: `zero_optimization.stage`: zero_stage = 2 there contradicts zero_stage = 3: set one of them"
         );
         assert_eq!(
             refused(r#"{"zero_optimization": {"stage": 5}}"#, "--deepspeed FILE"),
-            "ds.json: `zero_optimization.stage`: expected 0, 1, 2 or 3, found `5`"
+            "ds.json:1: `zero_optimization.stage`: expected 0, 1, 2 or 3, found `5`"
         );
         let error = refused("{", "--deepspeed FILE");
         assert!(error.starts_with("deepspeed = ds.json: expected a DeepSpeed configuration in JSON: EOF"), "{error}");
         let error = ppo_error(&["--deepspeed", "no/such.json"]);
         assert!(error.starts_with("deepspeed = no/such.json: cannot read: "), "{error}");
+        let error = with_file("seed: 1\ndeepspeed_config: no/such.json\n", &PPO).unwrap_err();
+        assert!(error.starts_with("run.yaml:2: deepspeed_config = no/such.json: cannot read: "), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_another_systems_file_that_a_later_check_refuses_has_its_line() {
+        let refused = |text: &str, words: &str| with_deepspeed(text, &format!("--deepspeed FILE {words}")).unwrap_err();
+        assert_eq!(
+            refused("{\n  \"gradient_clipping\": -1\n}", ""),
+            "ds.json:2: gradient_clipping = -1: expected a number above 0"
+        );
+        // A value that stands for another one keeps the name of our setting.
+        let betas = "{\n  \"optimizer\": {\n    \"params\": {\"lr\": -1,\n      \"betas\": [0.9, 2]}}}";
+        let error = refused(betas, "");
+        for start in [
+            "ds.json:3: optimizer.params.lr = -1: expected a number",
+            "ds.json:4: adam_beta2 = 2: expected a number from 0 to below 1",
+        ] {
+            assert!(error.lines().any(|line| line.starts_with(start)), "{error}");
+        }
+        // Of two settings that exclude each other, the one of the file has the place.
+        let stage = "{\n  \"zero_optimization\": {\n    \"stage\": 2}}";
+        let error = refused(stage, "--optim adafactor");
+        let expected = "ds.json:3: optim = adafactor and zero_optimization.stage = 2 exclude each other";
+        assert!(error.lines().any(|line| line.starts_with(expected)), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_an_accelerate_file_that_a_later_check_refuses_has_its_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("acc.yaml");
+        let refused = |text: &str, words: &[&str]| {
+            std::fs::write(&path, text).unwrap();
+            let path = path.to_str().unwrap();
+            let error = parsed(&[&PPO[..], &["--accelerate_config", path], words].concat()).unwrap_err();
+            error.replace(path, "acc.yaml")
+        };
+        assert_eq!(
+            refused("deepspeed_config:\n  # gradient_clipping: 1\n  gradient_clipping: -1\n", &[]),
+            "acc.yaml:3: deepspeed_config.gradient_clipping = -1: expected a number above 0"
+        );
+        assert_eq!(
+            refused("debug: false\ndistributed_type: TPU\n", &[]),
+            "acc.yaml:2: `distributed_type`: expected no or multi_cpu or multi_gpu or deepspeed or fsdp, found `TPU`"
+        );
+        let error = refused("deepspeed_config:\n  deepspeed_config_file: no/such.json\n", &[]);
+        let expected = "acc.yaml:2: deepspeed_config.deepspeed_config_file = no/such.json: cannot read: ";
+        assert!(error.starts_with(expected), "{error}");
+        // A name of TRL is no file: its place is the flag.
+        let error = with_file("seed: 1\naccelerate_config: zero3\n", &[&PPO[..], &["--zero_stage", "1"]].concat());
+        assert_eq!(
+            error.unwrap_err(),
+            "run.yaml:2: `accelerate_config = zero3`: zero_stage = 3 there contradicts zero_stage = 1: set one of them"
+        );
     }
 
     #[test]
@@ -332,7 +420,7 @@ mod tests {
         assert_eq!(sizes(r#"{"train_batch_size": 8, "gradient_accumulation_steps": 1}"#, ""), Ok((8, 8, Some(8))));
         assert_eq!(
             sizes(both, "--gradient_accumulation_steps 2").unwrap_err(),
-            "ds.json: `train_batch_size`: expected per_device_train_batch_size * gradient_accumulation_steps * ranks = 4 * 2 * 1 = \
+            "ds.json:1: `train_batch_size`: expected per_device_train_batch_size * gradient_accumulation_steps * ranks = 4 * 2 * 1 = \
              8, found 64"
         );
     }

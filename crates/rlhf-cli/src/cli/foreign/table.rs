@@ -6,7 +6,7 @@
 
 use std::sync::LazyLock;
 
-/// A system whose names are in the table. Of two that have a name, the first one's hint is given.
+/// A system whose names are in the table. Where two systems have a name, errors give the hint of the first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum System {
     /// Flags of TRL's and transformers' configurations, of all versions from 0.11 on.
@@ -35,33 +35,33 @@ pub(super) enum System {
 pub(super) enum To {
     /// Our setting, with the same values.
     Is(&'static str),
-    /// The same, but one of these values stands for the setting as it is.
+    /// Our setting, with the same values; these values leave it as it is.
     IsUnless(&'static str, &'static [&'static str]),
-    /// The same, for a field of the loss scale: it counts only where `fp16` is set.
+    /// Our setting of the loss scale, with the same values; it counts only where `fp16` is set.
     IsWithFp16(&'static str),
     /// Our setting, by the word that the value is; `None` leaves the setting as it is. Other words are refused.
     Words(&'static str, &'static [(&'static str, Option<&'static str>)]),
     /// Two numbers of our settings.
     Pair([&'static str; 2]),
-    /// These settings, by code of its own.
+    /// These settings of ours; code of its own computes their values.
     Translated(&'static str),
     /// Accepted with a note: it has no effect, for this reason.
     NoEffect(&'static str),
-    /// Accepted without a word, for this reason: there is nothing that it could change.
+    /// Accepted without a note: it has no effect, for this reason.
     Ignored(&'static str),
-    /// Accepted with one of these values only, for this reason.
+    /// Accepted with one of these values only, for this reason; other values are refused.
     Only(&'static [&'static str], &'static str),
     /// A key of a file without a counterpart: it is named in a note, unless it has one of these values.
     Without(&'static [&'static str]),
     /// Refused, with what to write in its place.
     Write(&'static str),
-    /// Refused: there is none, for this reason.
+    /// Refused: there is no counterpart, for this reason.
     Nothing(&'static str),
     /// Refused, with this hint.
     Hint(&'static str),
 }
 
-/// Some names of a system that have one meaning.
+/// Names of a system with the same meaning.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) system: System,
@@ -74,7 +74,7 @@ pub(super) struct Row {
 /// The rows of all systems, in the order of their file.
 pub(super) static TABLE: LazyLock<Vec<Row>> = LazyLock::new(|| read(include_str!("names.txt")).unwrap_or_default());
 
-/// The meanings as the file has them. One that begins another one is after it.
+/// The names of the meanings in the file. A name that another one begins with comes after it.
 const MEANINGS: [&str; 13] = [
     "is unless",
     "is with fp16",
@@ -91,7 +91,7 @@ const MEANINGS: [&str; 13] = [
     "hint",
 ];
 
-/// Names in the file of several commands.
+/// Names in the file that stand for several commands.
 const COMMANDS: [(&str, &[&str]); 6] = [
     ("train", &["sft", "reward", "dpo", "distill", "ppo", "grpo", "rloo"]),
     ("learn", &["sft", "reward", "dpo", "distill"]),
@@ -101,7 +101,7 @@ const COMMANDS: [(&str, &[&str]); 6] = [
     ("steps", &["sft", "reward", "ppo"]),
 ];
 
-/// Reads the rows of the table's file. The error has the line that is none.
+/// Reads the rows of the table's file. The error names the first line that is no row.
 fn read(text: &'static str) -> Result<Vec<Row>, String> {
     let mut rows = Vec::new();
     let mut section = None;
@@ -125,13 +125,13 @@ fn commands(text: &'static str) -> &'static [&'static str] {
     COMMANDS.iter().find(|(name, _)| *name == text).map_or_else(|| words(text), |(_, several)| *several)
 }
 
-/// Returns the words of a text of the file; `''` is an empty one. They are read once, and stay.
+/// Returns the words of a text of the file; `''` is an empty one. The list is leaked: the table is read once in a process.
 fn words(text: &'static str) -> &'static [&'static str] {
     text.split_whitespace().map(|word| if word == "''" { "" } else { word }).collect::<Vec<_>>().leak()
 }
 
 impl To {
-    /// Reads a meaning of the file, with the text beside it.
+    /// Reads a meaning of the file and the text after it.
     fn read(meaning: &'static str, text: &'static str) -> Option<Self> {
         let (kind, values) = MEANINGS.iter().find_map(|kind| Some((*kind, meaning.strip_prefix(*kind)?)))?;
         let values = words(values);

@@ -1,18 +1,17 @@
 //! Flags of TRL and transformers of which several decide together, or whose value is a map.
 
-use rlhf::reward::check_written;
-use rlhf::schema::Refusals;
+use rlhf::schema::{Refusals, Setting as _};
 use serde_json::{Map, Value};
 
-use super::super::errors::{Messages, parsed, refusal};
+use super::super::errors::{Messages, refusal};
 use super::super::flags;
 use super::super::setting::Setting;
-use super::line::{Given, Line, value};
+use super::line::{ForeignFlag, Line, value};
 use super::mixture;
 use super::sharding::{Layers, Word};
 use super::table::{DATASET_MIXTURE, DATASETS, IF_BEST, PROMPT_COLUMN, SCHEDULE_KWARGS, System, To};
 
-/// Defaults of transformers, for a strategy without its number of steps.
+/// Defaults of transformers for the number of steps of a strategy.
 const LOGGING_STEPS: &str = "10";
 const SAVE_STEPS: &str = "500";
 
@@ -22,7 +21,6 @@ const STRATEGY: &str = "expected steps, epoch or no";
 pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: &mut Messages) {
     line.translate_strategies(settings, &mut messages.refusals);
     line.translate_use_cpu(settings, &mut messages.refusals);
-    line.check_rewards(settings, &mut messages.refusals);
     line.translate_completions(settings, &mut messages.refusals);
     line.translate_best(settings, &mut messages.refusals);
     line.translate_schedule(settings, &mut messages.refusals);
@@ -32,8 +30,8 @@ pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: 
     line.translate_sharding(settings, messages);
 }
 
-/// Returns the arguments in a map as our settings, by the table of `system`. A value is that of the setting if `word` has it as a text.
-/// The message of an error has no value: one may be a token.
+/// Returns the arguments in a map as our settings, by the table of `system`. `word` returns a value as the text of a flag, or none if it has a
+/// wrong type. Errors do not show values: one may be a token.
 fn arguments(
     system: System,
     map: &Map<String, Value>,
@@ -86,22 +84,27 @@ fn schedule_arguments(text: &str) -> Result<Vec<(&'static str, String)>, String>
 impl Line<'_> {
     /// Sets `eval_steps` and `save_steps` by `eval_strategy` and `save_strategy`.
     fn translate_strategies(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let noted = self.find("logging_steps").map(Given::word);
-        let logging_steps = noted
+        let foreign_value = self.find("logging_steps").map(ForeignFlag::word).filter(|word| word != "none");
+        let logging_steps = foreign_value
             .or_else(|| value(self.flags, settings, "logging_steps"))
             .or_else(|| flags::text(self.flags, "logging_steps").map(String::from))
             .unwrap_or_else(|| LOGGING_STEPS.to_string());
         for (strategy, steps, usual) in
             [("eval_strategy", "eval_steps", logging_steps.as_str()), ("save_strategy", "save_steps", SAVE_STEPS)]
         {
-            let Some(given) = self.find(strategy) else { continue };
+            let Some(flag) = self.find(strategy) else { continue };
             let is_set = self.is_set(steps, settings);
-            let message = match given.word().as_str() {
+            let message = match flag.word().as_str() {
+                "steps" if is_set => continue,
                 "steps" => {
-                    if !is_set {
-                        settings.retain(|setting| setting.key != steps);
-                        settings.push(Setting::new(steps, vec![usual.into()]));
-                        refusals.call_as(steps, strategy, true);
+                    settings.retain(|setting| setting.key != steps);
+                    // Our own `logging_steps` is checked by its flag; that of TRL has no effect, and may be a share of the run.
+                    if let Some((_, expected)) = self.unaccepted(steps, &[usual.to_string()]) {
+                        let message =
+                            format!("logging_steps = {usual}, which {strategy} = steps takes as {steps}: {expected}");
+                        refusals.say("logging_steps", message);
+                    } else {
+                        self.set(strategy, Setting::new(steps, vec![usual.into()]), settings, refusals);
                     }
                     continue;
                 }
@@ -112,7 +115,7 @@ impl Line<'_> {
                 }
                 "epoch" if !self.on_line(steps) => {
                     settings.retain(|setting| setting.key != steps);
-                    settings.push(Setting::new(steps, vec!["epoch".into()]));
+                    self.set(strategy, Setting::new(steps, vec!["epoch".into()]), settings, refusals);
                     continue;
                 }
                 word @ ("no" | "false" | "none" | "epoch") => {
@@ -134,7 +137,8 @@ impl Line<'_> {
 
     /// Sets what `fsdp` and the files of DeepSpeed and accelerate set.
     fn translate_sharding(&self, settings: &mut Vec<Setting>, messages: &mut Messages) {
-        let values: Vec<(&'static str, String)> = self.given.iter().map(|given| (given.name, given.text())).collect();
+        let values: Vec<(&'static str, String)> =
+            self.foreign_flags.iter().map(|flag| (flag.name, flag.text())).collect();
         let words = |flags: &[&str]| -> Vec<Word<'_>> {
             let named = values.iter().filter(|(name, _)| flags.contains(name));
             named.map(|(flag, value)| Word { flag, value }).collect()
@@ -142,18 +146,6 @@ impl Line<'_> {
         let mut layers = Layers { command: self.command, flags: self.flags, settings, messages };
         layers.translate_files(&words(&["deepspeed", "deepspeed_config", "accelerate_config"]));
         words(&["fsdp"]).iter().for_each(|word| layers.translate_fsdp(word));
-    }
-
-    /// Refuses malformed rewards of the file.
-    fn check_rewards(&self, settings: &[Setting], refusals: &mut Refusals) {
-        let arg = self.command.get_arguments().find(|arg| arg.get_id() == "reward");
-        let written = |value: &String| arg.and_then(|arg| parsed(arg, value)).unwrap_or_else(|| value.clone());
-        let given = settings.iter().filter(|setting| setting.key == "reward" && !self.on_line("reward"));
-        let wrong = given.flat_map(|setting| &setting.values).filter_map(|value| check_written(&written(value)).err());
-        for refusal in wrong.flat_map(|error| error.refusals()) {
-            let name = refusals.renamed("`reward`");
-            refusals.say("reward", format!("{}{}", name.trim_matches('`'), refusal.reason()));
-        }
     }
 
     /// Sets `print_answers`, every `logging_steps` updates, by `log_completions`.
@@ -168,32 +160,45 @@ impl Line<'_> {
             }
         }
         // A share of the run, which TRL allows, is no number of updates.
-        let is_number = |steps: &String| steps.trim_end_matches(".0").parse::<usize>().is_ok_and(|steps| steps > 0);
-        let every = self.find("logging_steps").map(Given::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
+        let is_number = |steps: &String| usize::read(steps).is_some_and(|steps| steps > 0);
+        let every =
+            self.find("logging_steps").map(ForeignFlag::word).filter(is_number).unwrap_or(LOGGING_STEPS.to_string());
         for (key, value) in [("print_answers", "true"), ("print_answers_interval", every.as_str())] {
             if !self.is_set(key, settings) {
-                settings.push(Setting::new(key, vec![value.into()]));
+                self.set(completions.name, Setting::new(key, vec![value.into()]), settings, refusals);
             }
         }
     }
 
     /// Sets the push of the best model by `push_to_hub_if_best_kwargs`, every `compare_steps` updates.
     fn translate_best(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(best) = self.find(IF_BEST).filter(|given| given.word() != "none") else { return };
+        let Some(best) = self.find(IF_BEST).filter(|flag| flag.word() != "none") else { return };
         let arguments = match push_arguments(&best.text()) {
             Ok(arguments) => arguments,
             Err(message) => return refusals.say(IF_BEST, format!("{IF_BEST}: {message}")),
         };
-        let every = self.find("compare_steps").map_or("1".to_string(), Given::word);
+        for (key, value) in arguments {
+            if self.is_set(key, settings) {
+                continue;
+            }
+            let values = vec![value];
+            if let Some((_, expected)) = self.unaccepted(key, &values) {
+                // Without the value, which may be a token.
+                refusals.say(IF_BEST, format!("{IF_BEST}: `{key}`: {expected}"));
+                refusals.about_too(key);
+            } else {
+                self.set(IF_BEST, Setting::new(key, values), settings, refusals);
+            }
+        }
         let compares = self.is_set("eval_steps", settings) || self.is_set("save_steps", settings);
+        let every = self.find("compare_steps").map(ForeignFlag::word).filter(|word| word != "none");
+        let every = every.as_deref().unwrap_or("1");
         let fixed = [("push_to_hub", "true"), ("hub_strategy", "best"), ("metric_for_best_model", "objective/scores")];
-        let saves = [("save_steps", every.as_str()), ("save_total_limit", "1")];
-        let fixed = fixed.into_iter().chain(saves.into_iter().filter(|_| !compares));
-        let fixed = fixed.map(|(key, value)| (key, value.to_string()));
-        for (key, value) in arguments.into_iter().chain(fixed) {
+        let fixed = fixed.map(|(key, value)| (IF_BEST, key, value));
+        let saves = [("compare_steps", "save_steps", every), (IF_BEST, "save_total_limit", "1")];
+        for (name, key, value) in fixed.into_iter().chain(saves.into_iter().filter(|_| !compares)) {
             if !self.is_set(key, settings) {
-                refusals.call_as(key, IF_BEST, true);
-                settings.push(Setting::new(key, vec![value]));
+                self.set(name, Setting::new(key, vec![value.into()]), settings, refusals);
             }
         }
     }
@@ -201,56 +206,55 @@ impl Line<'_> {
     /// Sets the datasets by a mixture of them.
     fn translate_datasets(&self, settings: &mut Vec<Setting>, messages: &mut Messages) {
         let Messages { refusals, notes } = messages;
-        let mixtures = self.given.iter().filter(|given| [DATASETS, DATASET_MIXTURE].contains(&given.name));
-        for given in mixtures.filter(|given| given.word() != "none") {
-            let name = given.name;
-            let found = match mixture::settings(&given.text(), notes) {
-                Ok(found) => found,
+        let mixtures = self.foreign_flags.iter().filter(|flag| [DATASETS, DATASET_MIXTURE].contains(&flag.name));
+        for flag in mixtures.filter(|flag| flag.word() != "none") {
+            let name = flag.name;
+            let mixture = match mixture::settings(&flag.text(), notes) {
+                Ok(mixture) => mixture,
                 Err(message) => {
-                    refusals.say(name, format!("{name} = {}: {message}", given.start()));
-                    // The dataset is not missing beside it.
+                    refusals.say(name, format!("{name} = {}: {message}", flag.start()));
+                    // The dataset is not reported as missing too.
                     refusals.about_too("dataset_name");
                     continue;
                 }
             };
-            for setting in found {
+            for setting in mixture {
                 if self.is_set(&setting.key, settings) {
                     refusals.say(name, format!("{name} and {} both set it: give one of them", setting.key));
                 } else {
-                    refusals.call_as(&setting.key, name, true);
-                    settings.push(setting);
+                    self.set(name, setting, settings, refusals);
                 }
             }
         }
     }
 
-    /// Sets the column of the prompts as open-r1 does, whose prompts are messages of the user.
+    /// Sets the column of the prompts. As in open-r1, prompts are then messages of the user.
     fn translate_prompt_column(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find(PROMPT_COLUMN).filter(|given| given.word() != "none") else { return };
-        let column = given.shown();
+        let Some(flag) = self.find(PROMPT_COLUMN).filter(|flag| flag.word() != "none") else { return };
+        let column = flag.shown();
         if column != "prompt" && self.on_line("dataset_columns") {
             let message =
                 format!("{PROMPT_COLUMN} and dataset_columns both name columns: write dataset_columns prompt={column}");
             return refusals.say(PROMPT_COLUMN, message);
         }
-        let of_prompt = format!("prompt={column}");
+        let prompt_column = format!("prompt={column}");
         match settings.iter_mut().find(|setting| setting.key == "dataset_columns") {
             _ if column == "prompt" => {}
-            Some(columns) => columns.values.push(of_prompt),
-            None => settings.push(Setting::new("dataset_columns", vec![of_prompt])),
+            Some(columns) => columns.values.push(prompt_column),
+            None => self.set(PROMPT_COLUMN, Setting::new("dataset_columns", vec![prompt_column]), settings, refusals),
         }
         if !self.is_set("apply_chat_template", settings) {
-            settings.push(Setting::new("apply_chat_template", vec!["true".into()]));
+            self.set(PROMPT_COLUMN, Setting::new("apply_chat_template", vec!["true".into()]), settings, refusals);
         }
     }
 
     /// Sets the settings of the learning-rate schedule by `lr_scheduler_kwargs`.
     fn translate_schedule(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find(SCHEDULE_KWARGS).filter(|given| given.word() != "none") else { return };
-        let name = given.name;
-        let arguments = match schedule_arguments(&given.text()) {
+        let Some(flag) = self.find(SCHEDULE_KWARGS).filter(|flag| flag.word() != "none") else { return };
+        let name = flag.name;
+        let arguments = match schedule_arguments(&flag.text()) {
             Ok(arguments) => arguments,
-            Err(message) => return refusals.say(name, format!("{name} = {}: {message}", given.start())),
+            Err(message) => return refusals.say(name, format!("{name} = {}: {message}", flag.start())),
         };
         for (key, value) in arguments {
             let arg = self.command.get_arguments().find(|arg| arg.get_id() == key);
@@ -259,13 +263,12 @@ impl Line<'_> {
             } else if self.is_set(key, settings) {
                 refusals.say(name, format!("{name} and {key} both set the schedule's {key}: give it once"));
             } else {
-                refusals.call_as(key, name, true);
-                settings.push(Setting::new(key, vec![value]));
+                self.set(name, Setting::new(key, vec![value]), settings, refusals);
             }
         }
     }
 
-    /// Notes that an optimizer with pages is the one without them: pages only move its state.
+    /// Notes that a paged optimizer is the optimizer without pages: pages only move its state.
     fn note_paged(&self, settings: &[Setting], notes: &mut Vec<String>) {
         let name = value(self.flags, settings, "optim").unwrap_or_default();
         if name.starts_with("paged_") {
@@ -278,15 +281,15 @@ impl Line<'_> {
 
     /// Sets `device` by `use_cpu`.
     fn translate_use_cpu(&self, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
-        let Some(given) = self.find("use_cpu") else { return };
+        let Some(flag) = self.find("use_cpu") else { return };
         let has_device = self.is_set("device", settings);
-        match given.switch() {
+        match flag.switch() {
             Some(true) if has_device => {
-                refusals.say(given.name, "use_cpu = true and device exclude each other: give one of them");
+                refusals.say(flag.name, "use_cpu = true and device exclude each other: give one of them");
             }
-            Some(true) => settings.push(Setting::new("device", vec!["cpu".into()])),
+            Some(true) => self.set(flag.name, Setting::new("device", vec!["cpu".into()]), settings, refusals),
             Some(false) => {}
-            None => refusals.say(given.name, format!("use_cpu = {}: expected true or false", given.word())),
+            None => refusals.say(flag.name, format!("use_cpu = {}: expected true or false", flag.word())),
         }
     }
 }
@@ -369,12 +372,12 @@ mod tests {
     #[test]
     fn every_flag_of_trl_works_or_is_noted_or_is_refused_with_its_reason() {
         let rlhf = rlhf_command();
-        let of = |own: &'static str| SHARED.split_whitespace().chain(own.split_whitespace()).collect();
+        let with_shared = |more: &'static str| SHARED.split_whitespace().chain(more.split_whitespace()).collect();
         let (grpo, rloo, dpo) = (keys_of(GRPO_CONFIG), keys_of(RLOO_CONFIG), keys_of(DPO_CONFIG));
-        let own = [("ppo", of(OF_PPO)), ("sft", of(OF_SFT)), ("reward", of(OF_REWARD))];
+        let listed = [("ppo", with_shared(OF_PPO)), ("sft", with_shared(OF_SFT)), ("reward", with_shared(OF_REWARD))];
         let distill = [keys_of(DISTILLATION_CONFIG), OF_GKD.split_whitespace().collect()].concat();
         let others = [("grpo", grpo), ("rloo", rloo), ("dpo", dpo), ("distill", distill)];
-        let commands = own.into_iter().chain(others);
+        let commands = listed.into_iter().chain(others);
         for (name, flags) in commands {
             let command = rlhf.find_subcommand(name).unwrap();
             let keys = Keys { top: vec![command], sections: Vec::new() };
@@ -551,9 +554,9 @@ mod tests {
         let text = "reward_funcs: 'accuracy_reward,think_format_reward'\nbeta: -1\ntop_k: -1\n";
         let error = with_file(text, &least("grpo")).unwrap_err();
         let expected = [
+            "run.yaml:2: beta = -1: expected a number of 0 or more",
             "run.yaml:1: reward_funcs = accuracy_reward,think_format_reward: expected one reward, found several: give a list, \
              [accuracy_reward, think_format_reward], or repeat the flag for each",
-            "run.yaml:2: beta = -1: expected a number of 0 or more",
         ];
         assert_eq!(error.lines().collect::<Vec<_>>(), expected);
     }
@@ -578,11 +581,11 @@ mod tests {
 
     #[test]
     fn warmup_steps_below_1_are_the_warmup_ratio() {
-        let of = |config: PpoConfig| (config.optimizer.warmup_steps, config.optimizer.warmup_ratio);
-        assert_eq!(of(ppo(&["--warmup_steps", "0.05"])), (0, 0.05));
-        assert_eq!(of(ppo(&["--warmup-steps=0.05"])), (0, 0.05));
-        assert_eq!(of(ppo(&["--warmup_steps", "5"])), (5, 0.0));
-        assert_eq!(of(ppo(&["--warmup_steps", "2.0"])), (2, 0.0));
+        let warmup = |config: PpoConfig| (config.optimizer.warmup_steps, config.optimizer.warmup_ratio);
+        assert_eq!(warmup(ppo(&["--warmup_steps", "0.05"])), (0, 0.05));
+        assert_eq!(warmup(ppo(&["--warmup-steps=0.05"])), (0, 0.05));
+        assert_eq!(warmup(ppo(&["--warmup_steps", "5"])), (5, 0.0));
+        assert_eq!(warmup(ppo(&["--warmup_steps", "2.0"])), (2, 0.0));
         for command in ["ppo", "grpo", "rloo"] {
             for text in [
                 "warmup_steps: 0.05\n",
@@ -590,7 +593,7 @@ mod tests {
                 "warmup_steps: 5e-2\nwarmup_ratio: 0.0\n",
             ] {
                 let Task::Ppo(config) = with_file(text, &least(command)).unwrap() else { panic!() };
-                assert_eq!(of(config), (0, 0.05), "{command}: {text}");
+                assert_eq!(warmup(config), (0, 0.05), "{command}: {text}");
             }
         }
         let error = with_file("warmup_steps: 0.05\nwarmup_ratio: 0.1\n", &least("grpo")).unwrap_err();
@@ -662,6 +665,31 @@ mod tests {
     }
 
     #[test]
+    fn a_malformed_value_of_a_name_of_trl_has_its_name_and_its_line() {
+        let error = with_file("eval_strategy: steps\nlogging_steps: 0.1\n", &least("grpo")).unwrap_err();
+        let expected = "run.yaml:2: logging_steps = 0.1, which eval_strategy = steps takes as eval_steps: expected a whole number of \
+                        updates, or epoch";
+        assert_eq!(error, expected);
+        let error = ppo_error(&["--eval_strategy", "steps", "--logging_steps", "0.1"]);
+        assert!(error.starts_with("logging_steps = 0.1, which eval_strategy = steps takes as eval_steps: "), "{error}");
+        let text = "preset: trl-legacy\nmodel_name: m\nreward_model: r\ndataset_name: d\noutput_dir: o\n\
+                    push_to_hub_if_best_kwargs: {repo_id: me/x}\ncompare_steps: often\n";
+        let error = with_file(text, &["ppo"]).unwrap_err();
+        let expected = "run.yaml:7: compare_steps = often: expected a whole number of updates, or epoch";
+        assert!(error.lines().any(|line| line == expected), "{error}");
+        assert!(!error.contains("invalid value"), "{error}");
+    }
+
+    #[test]
+    fn without_a_value_logging_steps_is_ten_for_the_evaluations() {
+        let Task::Ppo(config) = with_file("eval_strategy: steps\nlogging_steps: null\n", &least("grpo")).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!(config.eval.eval_steps, Some(10.into()));
+    }
+
+    #[test]
     fn the_push_of_the_best_model_becomes_settings_and_no_error_shows_its_token() {
         let text = "preset: trl-legacy\nmodel_name: m\nreward_model: r\ndataset_name: d\noutput_dir: o\n\
                     push_to_hub_if_best_kwargs: {repo_id: me/x, private: true, token: hf_secret, commit_message: best}\n\
@@ -680,6 +708,7 @@ mod tests {
             ("{token: hf_secret}", "expected a map of arguments"),
             ("{repo_id: me/x, token: [hf_secret]}", "`token`: expected a text"),
             ("{repo_id: me/x, create_pr: true}", "`create_pr`: expected repo_id, private"),
+            ("{repo_id: me/x, token: ' '}", "`hub_token`: expected an access token of the hub"),
             ("hf_secret", "expected a map of arguments"),
         ] {
             let text = text.replace("{repo_id: me/x, private: true, token: hf_secret, commit_message: best}", kwargs);
