@@ -91,7 +91,7 @@ impl PpoRun {
         &self.learner
     }
 
-    /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
+    /// Returns the settings by which the models evaluate responses, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
         self.rollout.of(policy)
     }
