@@ -41,7 +41,8 @@ impl Golden {
         let info = read_json(&dir.join("info.json")).unwrap();
         let data = Tensor::read_safetensors(dir.join("data.safetensors")).unwrap().into_iter().collect();
         let at = folder();
-        let paths = |of: &str| -> Vec<String> { texts(&info[of]).iter().map(|name| format!("tools.{name}")).collect() };
+        let paths =
+            |key: &str| -> Vec<String> { texts(&info[key]).iter().map(|name| format!("tools.{name}")).collect() };
         let classes = paths("environments");
         let named = |path: String| match path["tools.".len()..].split_once('=') {
             Some((name, class)) => (Some(name.to_string()), format!("tools.{class}")),
