@@ -8,7 +8,7 @@ use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_
 use crate::settings::ConvertConfig;
 use description::{Description, describe};
 use rlhf_base::safe_text::beginning;
-use rlhf_base::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
+use rlhf_base::weights::{STAGING, TensorSpec, pretty, replace_files, save_of, write_text};
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::Gguf;
 use rlhf_lm::model::{ModelConfig, ModelSizes};
@@ -87,7 +87,7 @@ fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
     let unfinished = !dir.join("config.json").exists() && holds_conversion(dir, config);
     for entry in entries {
         let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
-        let is_leftover = name == BESIDE || name.strip_suffix(".tmp") == Some(CONFIG);
+        let is_leftover = name == STAGING || name.strip_suffix(".tmp") == Some(CONFIG);
         if !(is_leftover || unfinished && is_run_file(&name)) {
             let message = format!("expected a new or an empty folder, found one with `{name}`");
             return Err(Error::invalid(dir, message));

@@ -8,7 +8,7 @@ use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
 use rlhf_base::files;
-use rlhf_base::weights::{BESIDE, read_json, write_text};
+use rlhf_base::weights::{STAGING, read_json, write_text};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{AdapterFolder, BASE_MODEL};
 use rlhf_lm::tokenizer::{FURTHER_TEMPLATES, further_templates};
@@ -83,7 +83,7 @@ fn is_leftover(path: &Path) -> bool {
     };
     if path.is_dir() {
         let may_hold = name == SAMPLES || name == ROLLOUTS || INNER.iter().any(|inner| path.ends_with(inner));
-        return name == BESIDE || may_hold && holds_leftovers();
+        return name == STAGING || may_hold && holds_leftovers();
     }
     if name == format!("{CONFIG}.tmp") {
         return std::fs::read(path).is_ok_and(|text| is_resolved(&text));
@@ -423,7 +423,7 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
 /// Removes the files that a run writes to a folder, except its configuration.
 fn remove_run_files(dir: &Path) -> Result<()> {
     // A killed save leaves this folder.
-    let unsaved = dir.join(BESIDE);
+    let unsaved = dir.join(STAGING);
     if unsaved.is_dir() {
         std::fs::remove_dir_all(&unsaved).map_err(Error::io("remove", &unsaved))?;
     }

@@ -126,12 +126,12 @@ impl RunConfig {
 
     /// Returns the place of optimizer state between steps; `None` if it stays in memory.
     pub(crate) fn state_place(&self) -> Option<Offload> {
-        self.offload.of_optimizer(&self.output_dir)
+        self.offload.optimizer_place(&self.output_dir)
     }
 
     /// Returns the place of frozen models between their uses; `None` if they stay in memory.
     pub(crate) fn models_place(&self) -> Option<Offload> {
-        self.offload.of_models(&self.output_dir)
+        self.offload.models_place(&self.output_dir)
     }
 
     /// Leaves all parts in memory.
