@@ -605,13 +605,13 @@ mod tests {
         // All three were checked before the folder exists.
         let looked = || (FolderLock::acquire(out).unwrap(), Start::find(&run).unwrap());
         let (first, second, third) = (looked(), looked(), looked());
-        let claim = |run: &RunConfig, (lock, start): (FolderLock, Start)| {
+        let try_claim = |run: &RunConfig, (lock, start): (FolderLock, Start)| {
             claim_output_dir(run, &start, lock, &serde_json::json!({})).map_err(|error| error.to_string())
         };
-        let lock = claim(&run, first).unwrap();
+        let lock = try_claim(&run, first).unwrap();
         let at_work = "another run is at work";
-        assert!(claim(&run, second).unwrap_err().contains("found a run in it"));
-        assert!(claim(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
+        assert!(try_claim(&run, second).unwrap_err().contains("found a run in it"));
+        assert!(try_claim(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
         assert_eq!(is_at_work(out), Some(true));
         // A new run is not even checked.
         assert!(FolderLock::acquire(out).unwrap_err().to_string().contains(at_work));
@@ -635,7 +635,7 @@ mod tests {
         };
         let early = || (FolderLock { folder: None }, Start { replaces: true, ..Start::default() });
         for run in [run.clone(), resuming(run.clone())] {
-            let error = claim(&run, early()).unwrap_err();
+            let error = try_claim(&run, early()).unwrap_err();
             assert!(error.contains("found a run in it") || error.contains("another run has begun"), "{error}");
         }
         assert_eq!(std::fs::read_to_string(out.join("model.safetensors")).unwrap(), "finished");

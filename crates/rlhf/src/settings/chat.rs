@@ -131,9 +131,9 @@ mod tests {
     #[test]
     fn a_conversation_has_the_settings_of_tools_but_those_of_many_rows() {
         let names = |fields: Vec<Field>| fields.into_iter().map(|field| field.name).collect::<Vec<_>>();
-        let (own, all) = (names(ChatConfig::fields()), names(EnvironmentConfig::fields()));
-        let missing: Vec<&str> = all.into_iter().filter(|name| !own.contains(name)).collect();
-        assert_eq!(missing, OF_ROWS);
+        let (chat_names, all) = (names(ChatConfig::fields()), names(EnvironmentConfig::fields()));
+        let missing: Vec<&str> = all.into_iter().filter(|name| !chat_names.contains(name)).collect();
+        assert_eq!(missing, ROW_SETTINGS);
         let config = ChatConfig::new("m");
         config.check().unwrap();
         assert!(!config.environment.0.is_used() && config.environment_row.is_none());

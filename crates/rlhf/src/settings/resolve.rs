@@ -191,7 +191,7 @@ impl PpoConfig {
                 Advantage::Gae { gamma: self.gamma, lam: self.lam, lam_policy }
             }
             AdvantageEstimator::Rloo => group(Baseline::LeaveOneOut, ScaleRewards::None),
-            AdvantageEstimator::Grpo => group(Baseline::Mean, own.scale_rewards),
+            AdvantageEstimator::Grpo => group(Baseline::Mean, settings.scale_rewards),
             AdvantageEstimator::DrGrpo => group(Baseline::Mean, ScaleRewards::None),
             AdvantageEstimator::Reinforce => returns(ScoreBaseline::Zero),
             AdvantageEstimator::ReinforceBaseline => returns(ScoreBaseline::GroupMean),

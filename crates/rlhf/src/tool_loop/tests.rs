@@ -132,8 +132,9 @@ impl Golden {
             let found = m.get(name).unwrap();
             assert!((found - expected).abs() < 1e-6, "{}: {name} {found} {expected}", self.name);
         }
-        if let Some(of_trl) = self.data.get(&format!("it{generation}.rewards")) {
-            let last = Vec::<f64>::try_from(of_trl.select(1, of_trl.size()[1] - 1).to_kind(Kind::Double)).unwrap();
+        if let Some(trl_tensor) = self.data.get(&format!("it{generation}.rewards")) {
+            let last =
+                Vec::<f64>::try_from(trl_tensor.select(1, trl_tensor.size()[1] - 1).to_kind(Kind::Double)).unwrap();
             for (episode, expected) in episodes.iter().zip(last).filter(|(episode, _)| episode.reward_name.is_some()) {
                 let found = episode.reward.unwrap_or(f64::NAN);
                 let is_last = self.info["rewards"].as_array().unwrap().last()
