@@ -1,7 +1,8 @@
 //! Scalars, texts and hyperparameters as TensorBoard event files.
 //!
 //! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. The few fields that these need are written
-//! by hand: the alternatives are a protobuf code generator, or crates without a release since 2022. Sources: `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
+//! by hand: the alternatives are a protobuf code generator, or crates without a release since 2022. Sources:
+//! `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
 //! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers); for texts and
 //! hyperparameters `torch/utils/tensorboard/summary.py` and `tensorboard/plugins/hparams/{plugin_data,api}.proto`.
 
