@@ -21,7 +21,7 @@ pub enum Device {
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPU of this number; without a number the first one, or, among the ranks of a machine, that of the local rank.
+    /// The GPU of this number. Without a number the first one, or with several ranks on a machine, that of the local rank.
     Cuda(Option<usize>),
 }
 
@@ -78,14 +78,17 @@ impl Place {
     fn of_process() -> Self {
         let alone = Self { rank: 0, ranks: 1 };
         // An environment that contradicts itself is refused at the start of the program.
-        Launch::from_env().ok().flatten().map_or(alone, |own| Self { rank: own.local_rank, ranks: own.local_size })
+        Launch::from_env()
+            .ok()
+            .flatten()
+            .map_or(alone, |launch| Self { rank: launch.local_rank, ranks: launch.local_size })
     }
 
-    /// Returns the number of this rank's GPU among `count`; `own`: the launcher shows each rank one GPU.
-    fn gpu(self, count: usize, own: bool) -> Result<usize, String> {
+    /// Returns the number of this rank's GPU among `count`. `sees_one_gpu`: the launcher may show each rank only its own GPU.
+    fn gpu(self, count: usize, sees_one_gpu: bool) -> Result<usize, String> {
         match self.rank {
             rank if rank < count => Ok(rank),
-            _ if own && count == 1 => Ok(0),
+            _ if sees_one_gpu && count == 1 => Ok(0),
             _ => Err(format!(
                 "{} ranks on this machine, but libtorch can use {count} of its GPUs: start at most {count} ranks, or set \
                  --device cpu",
@@ -94,13 +97,13 @@ impl Place {
         }
     }
 
-    /// Returns this rank's share of the processors: at least one. `there` are those that this process may use, and
-    /// `allocated` those of all tasks that SLURM started on this machine.
-    fn processors(self, there: usize, allocated: Option<usize>) -> usize {
+    /// Returns this rank's number of processors: at least one. `available` is the number that this process may use, and
+    /// `allocated` the number for all tasks that SLURM started on this machine.
+    fn processors(self, available: usize, allocated: Option<usize>) -> usize {
         match allocated {
-            // SLURM may have bound each task to its own processors; then `there` are this rank's alone.
-            Some(allocated) => there.min(allocated / self.ranks).max(1),
-            None => (there / self.ranks).max(1),
+            // SLURM may have bound each task to its own processors; then the `available` ones are this rank's alone.
+            Some(allocated) => available.min(allocated / self.ranks).max(1),
+            None => (available / self.ranks).max(1),
         }
     }
 }
@@ -110,9 +113,9 @@ impl Place {
 enum GpuKernels {
     /// They do not.
     No,
-    /// `cuda`: where they can be loaded; otherwise a line says why not.
+    /// `cuda`: they do if they can be loaded; otherwise a line says why not.
     Cuda,
-    /// `cuda-only`: where they cannot be loaded, there is no GPU.
+    /// `cuda-only`: if they cannot be loaded, using the GPU is an error.
     CudaOnly,
 }
 
@@ -126,10 +129,10 @@ impl GpuKernels {
     }
 }
 
-/// GPU `number`, for which our own kernels are compiled and loaded if `RLHF_KERNELS` asks for them.
+/// GPU `number`. Our own kernels are compiled and loaded for it if `RLHF_KERNELS` asks for them.
 ///
 /// # Errors
-/// If it asks for nothing else, and they cannot be loaded.
+/// If `RLHF_KERNELS` is `cuda-only`, and they cannot be loaded.
 fn gpu_with_kernels(number: usize) -> Result<tch::Device> {
     let asked = GpuKernels::of(std::env::var_os("RLHF_KERNELS").as_deref());
     if asked == GpuKernels::No {
@@ -154,7 +157,8 @@ fn gpu_with_kernels(number: usize) -> Result<tch::Device> {
     }
 }
 
-/// Returns how many of our GPU kernels this process has started, as a line; none unless `RLHF_KERNELS` is `cuda-only` and CUDA is loaded.
+/// Returns a line with the number of our GPU kernels that this process has started; `None` unless `RLHF_KERNELS` is `cuda-only` and CUDA is
+/// loaded.
 pub fn started_kernels() -> Option<String> {
     let asked = GpuKernels::of(std::env::var_os("RLHF_KERNELS").as_deref());
     if asked != GpuKernels::CudaOnly || !tch_ext::is_cuda_loaded() {
@@ -165,14 +169,14 @@ pub fn started_kernels() -> Option<String> {
     Some(format!("kernels: {starts} starts of {kernels} kernels"))
 }
 
-/// The folder of what can be made again, by the environment: `$RLHF_CACHE`, or `rlhf` in that of the user's programs.
+/// The folder for files that can be made again: `$RLHF_CACHE`, or `rlhf` in the user's cache folder.
 fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let folder = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let of_programs = || folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
-    folder("RLHF_CACHE").or_else(|| Some(of_programs()?.join("rlhf")))
+    let user_caches = || folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+    folder("RLHF_CACHE").or_else(|| Some(user_caches()?.join("rlhf")))
 }
 
-/// Returns true if only one GPU is visible to this process, as where SLURM gives each task its own.
+/// Returns true if only one GPU is visible to this process, for example because SLURM gives each task its own.
 fn has_own_gpu() -> bool {
     std::env::var("CUDA_VISIBLE_DEVICES").is_ok_and(|devices| !devices.is_empty() && !devices.contains(','))
 }
@@ -182,14 +186,14 @@ pub fn count_gpus() -> usize {
     let names = std::fs::read_dir("/dev").into_iter().flatten().flatten().map(|entry| entry.file_name());
     let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
     let files = names.filter(|name| name.to_str().is_some_and(is_gpu)).count();
-    // Under WSL one file stands for all GPUs.
-    let there = files.max(usize::from(std::path::Path::new("/dev/dxg").exists()));
+    // Under WSL there is one file for all GPUs.
+    let present = files.max(usize::from(std::path::Path::new("/dev/dxg").exists()));
     match std::env::var("CUDA_VISIBLE_DEVICES") {
         // A number below 0 hides the GPUs after it.
         Ok(shown) => {
-            shown.split(',').take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-')).count().min(there)
+            shown.split(',').take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-')).count().min(present)
         }
-        Err(_) => there,
+        Err(_) => present,
     }
 }
 
@@ -212,16 +216,16 @@ pub fn check_threads(threads: Option<usize>) -> Result<()> {
 }
 
 /// The whole memory of `device` for this process in bytes: the machine's, or the container's limit if that is less, divided by the number
-/// of ranks on this machine; a GPU's own, as CUDA or, where that is not loaded, `nvidia-smi` reports it. `None` if it is not known.
+/// of ranks on this machine; for a GPU, its own memory as CUDA reports it, or `nvidia-smi` if CUDA is not loaded. `None` if it is not known.
 ///
-/// CUDA is asked once for each GPU; a pass asks several times.
+/// CUDA is asked once for each GPU, because a pass calls this several times.
 pub fn memory(device: tch::Device) -> Option<usize> {
     match device {
         tch::Device::Cuda(number) if tch_ext::is_cuda_loaded() => {
-            static FOUND: Mutex<BTreeMap<usize, Option<usize>>> = Mutex::new(BTreeMap::new());
+            static MEMORY: Mutex<BTreeMap<usize, Option<usize>>> = Mutex::new(BTreeMap::new());
             let by_cuda = || tch_ext::gpu_memory(number).ok().map(|[_, total]| total);
-            let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
-            *found.entry(number).or_insert_with(|| by_cuda().or_else(|| gpu_memory("memory.total", number)))
+            let mut memory = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+            *memory.entry(number).or_insert_with(|| by_cuda().or_else(|| gpu_memory("memory.total", number)))
         }
         tch::Device::Cuda(number) => gpu_memory("memory.total", number),
         _ => whole_memory().map(|bytes| bytes / Place::of_process().ranks),
@@ -249,7 +253,7 @@ pub fn memory_limit(groups: &str, read: impl Fn(&str) -> Option<String>) -> Opti
     folders(groups, "memory").iter().filter_map(|folder| read(&file(folder))?.trim().parse().ok()).min()
 }
 
-/// The least memory that a limited control group has left. The pages of files in it count as free: Linux gives them up first.
+/// The least memory that a limited control group has left. Pages of files count as free, because Linux gives them up first.
 fn memory_left(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
     let number = |text: Option<String>| text?.trim().parse::<usize>().ok();
     let left = |folder: &Folder| {
@@ -260,8 +264,9 @@ fn memory_left(groups: &str, read: impl Fn(&str) -> Option<String>) -> Option<us
         let file = |name: &str| read(&format!("{dir}/{name}"));
         let stat = file("memory.stat").unwrap_or_default();
         let cached = ["total_inactive_file ", "inactive_file "];
-        let of_line = |line: &str| cached.iter().find_map(|name| line.strip_prefix(name)?.trim().parse::<usize>().ok());
-        let cached = stat.lines().filter_map(of_line).max().unwrap_or(0);
+        let cached_bytes =
+            |line: &str| cached.iter().find_map(|name| line.strip_prefix(name)?.trim().parse::<usize>().ok());
+        let cached = stat.lines().filter_map(cached_bytes).max().unwrap_or(0);
         let used = number(file(used)).unwrap_or(0).saturating_sub(cached);
         Some(number(file(limit))?.saturating_sub(used))
     };
@@ -298,7 +303,7 @@ enum Folder {
 
 /// Returns the folders of the control groups in `/proc/self/cgroup` that have this controller, and of their parents.
 fn folders(groups: &str, controller: &str) -> Vec<Folder> {
-    let mut found = Vec::new();
+    let mut result = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
@@ -310,13 +315,13 @@ fn folders(groups: &str, controller: &str) -> Vec<Folder> {
             _ => continue,
         };
         let parents = std::path::Path::new(path).ancestors().filter_map(|group| group.to_str());
-        found.extend(parents.map(|group| folder(format!("{root}{}", group.trim_end_matches('/')))));
+        result.extend(parents.map(|group| folder(format!("{root}{}", group.trim_end_matches('/')))));
     }
-    found
+    result
 }
 
-/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or what is left of the container's
-/// limit if that is less. `None` if it is not known.
+/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or the rest of the container's limit if that
+/// is less. `None` if it is not known.
 pub fn available_memory() -> Option<usize> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo")?;
@@ -326,16 +331,16 @@ pub fn available_memory() -> Option<usize> {
     Some(memory_left(&groups, read).map_or(free, |left| left.min(free)))
 }
 
-/// Time limit of `nvidia-smi`, which hangs where the driver does.
+/// Time limit of `nvidia-smi`, which hangs if the driver does.
 const GPU_QUERY: Duration = Duration::from_secs(5);
 
-/// Returns the free memory in bytes of the GPU that is `cuda:number` in this process, as `nvidia-smi` reports it. `None` if that program is not
-/// there or does not respond, or if `CUDA_VISIBLE_DEVICES` hides the GPU.
+/// Returns the free memory in bytes of the GPU that is `cuda:number` in this process, as `nvidia-smi` reports it. `None` if that program does not
+/// exist or does not respond, or if `CUDA_VISIBLE_DEVICES` hides the GPU.
 pub fn available_gpu_memory(number: usize) -> Option<usize> {
     gpu_memory("memory.free", number)
 }
 
-/// Returns the memory of a GPU in bytes, in a field of `nvidia-smi`; `None` as for [`available_gpu_memory`].
+/// Returns the value of a field of `nvidia-smi` about a GPU's memory, in bytes; `None` as for [`available_gpu_memory`].
 fn gpu_memory(field: &str, number: usize) -> Option<usize> {
     let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let gpu = shown_gpu(shown.as_deref(), number)?;
@@ -346,8 +351,8 @@ fn gpu_memory(field: &str, number: usize) -> Option<usize> {
     ended.stdout.lines().next()?.trim().parse::<usize>().ok().map(|mib| mib << 20)
 }
 
-/// Returns the number or the UUID of the GPU that is `cuda:number` where `CUDA_VISIBLE_DEVICES` is `shown`. `nvidia-smi` orders GPUs by their
-/// bus, CUDA without `CUDA_DEVICE_ORDER=PCI_BUS_ID` by their speed: on machines with different GPUs the two may differ.
+/// Returns the number or the UUID of the GPU that is `cuda:number` if `CUDA_VISIBLE_DEVICES` is `shown`. `nvidia-smi` orders GPUs by their bus,
+/// CUDA without `CUDA_DEVICE_ORDER=PCI_BUS_ID` by their speed, so on machines with different GPUs the two may differ.
 fn shown_gpu(shown: Option<&str>, number: usize) -> Option<String> {
     let Some(shown) = shown else { return Some(number.to_string()) };
     let gpus = shown.split(',').map(str::trim).take_while(|id| !id.is_empty() && !id.starts_with('-'));
@@ -358,16 +363,16 @@ fn shown_gpu(shown: Option<&str>, number: usize) -> Option<String> {
 /// container, which libtorch does not check, divided by the number of ranks on this machine.
 pub fn use_threads(asked: Option<usize>) {
     let place = Place::of_process();
-    let there = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+    let available = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
     let var = std::env::var_os;
-    // torchrun's ranks in a step of SLURM are not its tasks.
+    // Ranks that torchrun started in a SLURM step are not SLURM's tasks.
     let allocated = var("SLURM_CPUS_ON_NODE").filter(|_| place.ranks > 1 && var("RANK").is_none());
-    let share = place.processors(there, allocated.and_then(|text| text.to_str()?.parse().ok()));
+    let share = place.processors(available, allocated.and_then(|text| text.to_str()?.parse().ok()));
     let too_many = var("OMP_NUM_THREADS").is_none() && tch::get_num_threads() as usize > share;
     if let Some(threads) = asked.or(too_many.then_some(share)) {
         tch::set_num_threads(threads as i32);
     }
-    // torchrun sets OMP_NUM_THREADS=1 where it is unset. On a GPU that is enough.
+    // torchrun sets OMP_NUM_THREADS=1 if it is unset. On a GPU one thread is enough.
     let by_torchrun = asked.is_none() && var("TORCHELASTIC_RUN_ID").is_some() && !has_driver();
     if place.ranks > 1
         && place.rank == 0
@@ -377,7 +382,7 @@ pub fn use_threads(asked: Option<usize>) {
     }
 }
 
-/// Returns a line if each rank has more `threads` than its `share` of the processors, or one by torchrun's default.
+/// Returns a line if each rank has more `threads` than its `share` of the processors, or only one because of torchrun's default.
 fn threads_note(threads: usize, share: usize, ranks: usize, by_torchrun: bool) -> Option<String> {
     if threads > share {
         return Some(format!(
@@ -428,9 +433,10 @@ pub fn has_driver() -> bool {
     ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
 }
 
-/// Loads CUDA, if there is a driver and `device` may be a GPU. Errors come when the device is resolved.
+/// Loads CUDA, if there is a driver and `device` may be a GPU. Errors are returned when the device is resolved.
 ///
-/// A process of several does it before it meets the others: libtorch remembers for good that there is no CUDA if it looks for it before.
+/// Each of several ranks calls this before it connects to the others: if libtorch looks for CUDA before it is loaded, it remembers for good that
+/// there is none.
 pub fn load_ahead(device: Device) {
     if device != Device::Cpu && has_driver() {
         let _ = gpus();
@@ -448,7 +454,7 @@ pub fn gpus() -> Result<usize, String> {
     }
 }
 
-/// Returns the command that fetches CUDA's libraries: that of the Python package, or that of a checkout.
+/// Returns the command that fetches CUDA's libraries, for the Python package or for a checkout.
 pub fn cuda_command() -> &'static str {
     if process::is_of_python_package() { "`rlhf setup --device cuda`" } else { "`make cuda`" }
 }
@@ -465,8 +471,9 @@ fn explain(message: &str, command: &str) -> String {
     }
 }
 
-/// Returns whether a processor with this `/proc/cpuinfo` has instructions by which oneDNN multiplies bf16 numbers: AVX-512, those of later
-/// processors without it, or Arm's. Otherwise it converts them to f32, which takes longer than products in f32. True if it is unknown.
+/// Returns whether a processor with this `/proc/cpuinfo` has instructions with which oneDNN multiplies bf16 numbers: AVX-512, newer instructions of
+/// processors without it, or Arm's. Otherwise oneDNN converts the numbers to f32, which takes longer than products in f32. True if it is
+/// unknown.
 pub fn multiplies_bf16(info: &str) -> bool {
     let flags = info.lines().find_map(|line| {
         let (name, flags) = line.split_once(':')?;
@@ -510,32 +517,32 @@ mod tests {
 
     #[test]
     fn kernels_for_gpus_are_asked_for_by_two_words_of_which_one_allows_nothing_else() {
-        let of = |text: &str| GpuKernels::of(Some(OsStr::new(text)));
-        assert_eq!(["cuda", "cuda-only"].map(of), [GpuKernels::Cuda, GpuKernels::CudaOnly]);
-        assert_eq!(["", "plain", "CUDA", "cuda only"].map(of), [GpuKernels::No; 4]);
+        let kernels = |text: &str| GpuKernels::of(Some(OsStr::new(text)));
+        assert_eq!(["cuda", "cuda-only"].map(kernels), [GpuKernels::Cuda, GpuKernels::CudaOnly]);
+        assert_eq!(["", "plain", "CUDA", "cuda only"].map(kernels), [GpuKernels::No; 4]);
         assert_eq!(GpuKernels::of(None), GpuKernels::No);
     }
 
     #[test]
     fn what_can_be_made_again_is_in_the_users_folder_for_it() {
-        let of = |variables: &[(&str, &str)]| {
-            cache_folder(|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.into()))
+        let cache = |variables: &[(&str, &str)]| {
+            cache_folder(|name| variables.iter().find(|(variable, _)| *variable == name).map(|(_, value)| value.into()))
         };
-        assert_eq!(of(&[("HOME", "/home/a")]), Some("/home/a/.cache/rlhf".into()));
-        assert_eq!(of(&[("HOME", "/home/a"), ("XDG_CACHE_HOME", "/c")]), Some("/c/rlhf".into()));
-        assert_eq!(of(&[("RLHF_CACHE", "/r"), ("XDG_CACHE_HOME", "/c")]), Some("/r".into()));
-        assert_eq!(of(&[("RLHF_CACHE", ""), ("HOME", "")]), None);
+        assert_eq!(cache(&[("HOME", "/home/a")]), Some("/home/a/.cache/rlhf".into()));
+        assert_eq!(cache(&[("HOME", "/home/a"), ("XDG_CACHE_HOME", "/c")]), Some("/c/rlhf".into()));
+        assert_eq!(cache(&[("RLHF_CACHE", "/r"), ("XDG_CACHE_HOME", "/c")]), Some("/r".into()));
+        assert_eq!(cache(&[("RLHF_CACHE", ""), ("HOME", "")]), None);
     }
 
     #[test]
     fn the_first_gpu_is_the_first_visible_one() {
-        let of = |shown, number| shown_gpu(shown, number);
-        assert_eq!(of(None, 2).as_deref(), Some("2"));
-        assert_eq!(of(Some("3"), 0).as_deref(), Some("3"));
-        assert_eq!(of(Some("GPU-1a2b, 5"), 1).as_deref(), Some("5"));
-        assert_eq!(of(Some("GPU-1a2b,5"), 0).as_deref(), Some("GPU-1a2b"));
+        let gpu = |shown, number| shown_gpu(shown, number);
+        assert_eq!(gpu(None, 2).as_deref(), Some("2"));
+        assert_eq!(gpu(Some("3"), 0).as_deref(), Some("3"));
+        assert_eq!(gpu(Some("GPU-1a2b, 5"), 1).as_deref(), Some("5"));
+        assert_eq!(gpu(Some("GPU-1a2b,5"), 0).as_deref(), Some("GPU-1a2b"));
         for (shown, number) in [("", 0), ("3", 1), ("-1", 0), ("2,-1,3", 1), ("2,-1,3", 2)] {
-            assert_eq!(of(Some(shown), number), None, "{shown}, {number}");
+            assert_eq!(gpu(Some(shown), number), None, "{shown}, {number}");
         }
     }
 

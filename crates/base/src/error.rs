@@ -120,9 +120,9 @@ impl Error {
         Error::Invalid { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
-    /// The error of an allocation that failed, if `message` is libtorch's of one.
+    /// The error of a failed allocation, if `message` is libtorch's message of one.
     pub fn out_of_memory(message: &str) -> Option<Error> {
-        // Of the allocators of a CPU and of a GPU, and of kernels.
+        // Messages of the allocators of CPU and GPU, and of kernels.
         let words = ["can't allocate memory", "not enough memory", "CUDA out of memory", "std::bad_alloc"];
         if !words.iter().any(|words| message.contains(words)) {
             return None;
@@ -185,7 +185,7 @@ impl Error {
         }
     }
 
-    /// Returns whether a program that ended with this exit code is not to be started again: its settings are wrong, an alarm stopped its run,
+    /// Returns whether a program that ended with this exit code must not be started again: its settings are wrong, an alarm stopped its run,
     /// or its run is finished and could not be pushed.
     pub fn is_final(exit_code: u8) -> bool {
         [USAGE, STOPPED_BY_ALARM, NOT_PUSHED].contains(&exit_code)
@@ -209,17 +209,17 @@ mod tests {
 
     #[test]
     fn an_allocation_that_fails_is_an_error_with_its_size_and_the_settings_that_take_less() {
-        let of = |message: &str| Error::out_of_memory(message).map(|error| error.to_string()).unwrap_or_default();
+        let text = |message: &str| Error::out_of_memory(message).map(|error| error.to_string()).unwrap_or_default();
         let cpu = "called `Result::unwrap()` on an `Err` value: Torch(\"[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: \
                    can't allocate memory: you tried to allocate 3200000000 bytes. Error code 12 (Cannot allocate memory)";
         let hint =
             "shorter rows (max_length, max_prompt_length) or fewer of them at a time (the batch sizes) take less";
-        assert_eq!(of(cpu), format!("out of memory: cannot allocate 3.2 GB more; {hint}"));
+        assert_eq!(text(cpu), format!("out of memory: cannot allocate 3.2 GB more; {hint}"));
         let gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB";
-        assert_eq!(of(gpu), format!("out of memory: cannot allocate 2.00 GiB more; {hint}"));
-        assert_eq!(of("std::bad_alloc"), format!("out of memory: cannot allocate more; {hint}"));
-        assert_eq!(Error::Torch(tch::TchError::Torch(gpu.into())).to_string(), of(gpu));
-        assert_eq!(of("size mismatch, tried to allocate 3 bytes"), "");
+        assert_eq!(text(gpu), format!("out of memory: cannot allocate 2.00 GiB more; {hint}"));
+        assert_eq!(text("std::bad_alloc"), format!("out of memory: cannot allocate more; {hint}"));
+        assert_eq!(Error::Torch(tch::TchError::Torch(gpu.into())).to_string(), text(gpu));
+        assert_eq!(text("size mismatch, tried to allocate 3 bytes"), "");
     }
 
     #[test]

@@ -18,8 +18,8 @@ const LARGEST: u64 = 1 << 30;
 /// Maximum size of a file of settings, in bytes.
 const LARGEST_SETTINGS: u64 = 16 << 20;
 
-/// Returns `path` with the folder that `home` returns in place of a first `~`, as a shell and Python's `expanduser` have it. Another
-/// user's folder, `~name`, is left as it is.
+/// Returns `path` with the folder that `home` returns in place of a leading `~`, as in a shell and in Python's `expanduser`. Another user's
+/// folder, `~name`, is left as it is.
 pub fn with_home(path: PathBuf, home: impl FnOnce() -> Option<PathBuf>) -> PathBuf {
     let Ok(rest) = path.strip_prefix("~") else { return path };
     match home() {
@@ -52,7 +52,7 @@ pub fn create_numbered(path: impl Fn(usize) -> PathBuf) -> Result<(File, PathBuf
 pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path).map_err(Error::io("read", path))?.file_type();
     if !kind.is_file() {
-        return Err(Error::invalid(path, format!("expected a regular file, found {}", name_of(kind))));
+        return Err(Error::invalid(path, format!("expected a regular file, found {}", kind_name(kind))));
     }
     File::open(path).map_err(Error::io("read", path))
 }
@@ -62,13 +62,13 @@ pub fn open(path: &Path) -> Result<File> {
 /// # Errors
 /// As [`open`]; if it is a link.
 pub fn open_own(path: &Path) -> Result<File> {
-    // Without waiting for the other end of a named pipe.
+    // `NONBLOCK`: opening a named pipe does not wait for its other end.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Err(error) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
             return Err(Error::invalid(path, "expected a regular file, found a link"));
         }
-        // A socket.
+        // The error for a socket.
         Err(error) if error.raw_os_error() == Some(Errno::NXIO.raw_os_error()) => {
             return Err(Error::invalid(path, "expected a regular file, found a socket"));
         }
@@ -76,7 +76,7 @@ pub fn open_own(path: &Path) -> Result<File> {
     };
     let kind = file.metadata().map_err(Error::io("read", path))?.file_type();
     if !kind.is_file() {
-        return Err(Error::invalid(path, format!("expected a regular file, found {}", name_of(kind))));
+        return Err(Error::invalid(path, format!("expected a regular file, found {}", kind_name(kind))));
     }
     Ok(file)
 }
@@ -89,8 +89,8 @@ pub fn read_own_text(path: &Path) -> Result<String> {
     utf8(path, read_at_most(path, open_own(path)?, LARGEST_SETTINGS)?)
 }
 
-/// Reads the next line of at most `most` bytes into `line`, with its end. Returns `None` at the end of the input, and false for a longer
-/// line, of which `line` has the beginning and the rest is skipped.
+/// Reads the next line of at most `most` bytes into `line`, with its line end. Returns `None` at the end of the input, and false for a longer
+/// line: `line` then has its beginning, and the rest is skipped.
 ///
 /// # Errors
 /// If it cannot be read.
@@ -144,7 +144,7 @@ fn utf8(path: &Path, bytes: Vec<u8>) -> Result<String> {
     String::from_utf8(bytes).map_err(|_| Error::invalid(path, "expected UTF-8, found bytes of another encoding"))
 }
 
-fn name_of(kind: FileType) -> &'static str {
+fn kind_name(kind: FileType) -> &'static str {
     match kind {
         kind if kind.is_dir() => "a folder",
         kind if kind.is_fifo() => "a named pipe",
@@ -195,13 +195,14 @@ mod tests {
     #[test]
     fn a_line_that_is_too_long_is_passed_over() {
         let text = format!("ab\n{}\ncdef\nend", "x".repeat(100));
-        let (mut from, mut line, mut found) =
-            (std::io::BufReader::with_capacity(3, text.as_bytes()), Vec::new(), Vec::new());
+        let mut from = std::io::BufReader::with_capacity(3, text.as_bytes());
+        let mut line = Vec::new();
+        let mut lines = Vec::new();
         while let Some(is_whole) = read_line(&mut from, &mut line, 5).unwrap() {
-            found.push((is_whole, String::from_utf8(line.clone()).unwrap()));
+            lines.push((is_whole, String::from_utf8(line.clone()).unwrap()));
         }
         let expected = [(true, "ab\n"), (false, "xxxxx"), (true, "cdef\n"), (true, "end")];
-        assert_eq!(found, expected.map(|(is_whole, line)| (is_whole, line.to_string())));
+        assert_eq!(lines, expected.map(|(is_whole, line)| (is_whole, line.to_string())));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! | for | see |
 //! |---|---|
 //! | the error type, whose messages name the thing, the place, what was expected and what was found | [`Error`] |
-//! | the description of settings: flags, files, help and defaults are made of it | [`schema`] |
+//! | the description of settings, from which flags, files, help and defaults are made | [`schema`] |
 //! | ranks and their collectives; plain code with one rank | [`dist`] |
 //! | CPU or GPU, threads | [`device`] |
 //! | safetensors, read and written | [`weights`] |
@@ -32,7 +32,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
-// The derive macros write `rlhf_base::schema`.
+// The derive macros generate paths that begin with `rlhf_base::schema`.
 extern crate self as rlhf_base;
 
 pub mod device;

@@ -27,20 +27,20 @@ impl Metrics {
         self.0.extend_from_slice(&other.0);
     }
 
-    /// Returns the value of the metric `name`, if there is one. A run without a critic logs some numbers by the names of TRL's trainers of
-    /// groups alone, such as `reward`: they are found by PPO's names too, such as `objective/scores`.
+    /// Returns the value of the metric `name`, if there is one. A run without a critic logs some numbers only by the names of TRL's GRPO and
+    /// RLOO trainers, such as `reward`. PPO's names work for them too, such as `objective/scores`.
     pub fn get(&self, name: &str) -> Option<f64> {
-        self.own(name).or_else(|| self.own(&name_of_groups(name)?))
+        self.exact(name).or_else(|| self.exact(&name_of_groups(name)?))
     }
 
-    fn own(&self, name: &str) -> Option<f64> {
-        self.0.iter().find(|(found, _)| found == name).map(|(_, value)| *value)
+    fn exact(&self, name: &str) -> Option<f64> {
+        self.0.iter().find(|(other, _)| other == name).map(|(_, value)| *value)
     }
 
-    /// Removes the metrics `repeated`, and those of PPO that are here by the names of groups too: no number is logged twice.
+    /// Removes the metrics `repeated`, and PPO's metrics that are also here by their names in GRPO and RLOO, so that no number is logged twice.
     pub fn without(mut self, repeated: &[&str]) -> Self {
         let is_repeated = |name: &str| {
-            repeated.contains(&name) || name_of_groups(name).is_some_and(|second| self.own(&second).is_some())
+            repeated.contains(&name) || name_of_groups(name).is_some_and(|second| self.exact(&second).is_some())
         };
         let kept: Vec<bool> = self.0.iter().map(|(name, _)| !is_repeated(name)).collect();
         let mut kept = kept.into_iter();
@@ -68,8 +68,8 @@ impl Metrics {
     }
 }
 
-/// Metrics of PPO, each with the name that TRL's trainers of groups have for the same number.
-const NAMES_OF_GROUPS: [(&str, &str); 7] = [
+/// Metrics of PPO, each with the name that TRL's GRPO and RLOO trainers have for the same number.
+const GROUP_TRAINER_NAMES: [(&str, &str); 7] = [
     ("objective/scores", "reward"),
     ("objective/scores_std", "reward_std"),
     ("policy/entropy_avg", "entropy"),
@@ -79,23 +79,23 @@ const NAMES_OF_GROUPS: [(&str, &str); 7] = [
     ("time/update", "step_time"),
 ];
 
-/// Beginnings of the metrics of one reward, whose name follows; the names of groups begin with `rewards/` and have these ends.
-const OF_REWARDS: [(&str, &str); 2] = [("objective/scores/", "/mean"), ("objective/scores_std/", "/std")];
+/// Beginnings of PPO's metrics of one reward, whose name follows. In GRPO and RLOO these metrics begin with `rewards/` and have these ends.
+const REWARD_NAMES: [(&str, &str); 2] = [("objective/scores/", "/mean"), ("objective/scores_std/", "/std")];
 
-/// Returns the name that TRL's trainers of groups have for PPO's metric `name`, if they have one.
+/// Returns the name that TRL's GRPO and RLOO trainers have for PPO's metric `name`, if they have one.
 pub fn name_of_groups(name: &str) -> Option<Cow<'static, str>> {
-    let of_reward = |(start, end): &(&str, &str)| Some(format!("rewards/{}{end}", name.strip_prefix(start)?).into());
-    let known = NAMES_OF_GROUPS.iter().find(|(first, _)| *first == name).map(|(_, second)| Cow::Borrowed(*second));
-    known.or_else(|| OF_REWARDS.iter().find_map(of_reward))
+    let reward_name = |(start, end): &(&str, &str)| Some(format!("rewards/{}{end}", name.strip_prefix(start)?).into());
+    let known = GROUP_TRAINER_NAMES.iter().find(|(first, _)| *first == name).map(|(_, second)| Cow::Borrowed(*second));
+    known.or_else(|| REWARD_NAMES.iter().find_map(reward_name))
 }
 
-/// Returns PPO's name of the metric that TRL's trainers of groups call `name`, if it has one.
+/// Returns PPO's name of the metric that TRL's GRPO and RLOO trainers call `name`, if it has one.
 pub fn name_of_ppo(name: &str) -> Option<Cow<'static, str>> {
-    let of_reward = |(start, end): &(&str, &str)| {
+    let reward_name = |(start, end): &(&str, &str)| {
         Some(format!("{start}{}", name.strip_prefix("rewards/")?.strip_suffix(end)?).into())
     };
-    let known = NAMES_OF_GROUPS.iter().find(|(_, second)| *second == name).map(|(first, _)| Cow::Borrowed(*first));
-    known.or_else(|| OF_REWARDS.iter().find_map(of_reward))
+    let known = GROUP_TRAINER_NAMES.iter().find(|(_, second)| *second == name).map(|(first, _)| Cow::Borrowed(*first));
+    known.or_else(|| REWARD_NAMES.iter().find_map(reward_name))
 }
 
 /// Returns true for metrics that measure time, which differ from run to run.

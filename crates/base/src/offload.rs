@@ -1,7 +1,7 @@
 //! Optimizer state and frozen models that are offloaded between the phases that use them.
 //!
-//! The memory of a tensor on the CPU moves into a file, of which pages are in memory only while they are used. That of a tensor on a GPU
-//! moves to the host, and back for its use. Tensors stay as they are, so no code that computes with them knows about it.
+//! The memory of a tensor on the CPU moves into a file, whose pages are in memory only while they are used. The memory of a tensor on a GPU
+//! moves to the host, and back while it is used. The tensors themselves do not change, so the code that computes with them needs no changes.
 
 pub mod settings;
 
@@ -20,18 +20,18 @@ pub struct Offload {
 
 /// Tensors that are offloaded together. Clones refer to the same tensors.
 #[derive(Debug, Clone)]
-pub struct Offloaded(Arc<Mutex<Held>>);
+pub struct Offloaded(Arc<Mutex<State>>);
 
 #[derive(Debug)]
-struct Held {
-    /// Their name in errors.
+struct State {
+    /// Name of the tensors in errors.
     name: String,
     place: Place,
-    /// The memory that was put here, by its number.
+    /// Storage ids of the tensors that were put here.
     known: HashSet<usize>,
     /// Number of guards that need the tensors in memory.
     users: usize,
-    /// Why they could not be offloaded after a use: the offloaded numbers are then older than that use.
+    /// Why the tensors could not be offloaded after a use. The offloaded numbers are then older than that use.
     failed: Option<String>,
 }
 
@@ -41,14 +41,14 @@ enum Place {
     Host(Vec<OnHost>),
 }
 
-/// Memory of a device, or its copy on the host.
+/// Memory on a device, with its copy on the host.
 #[derive(Debug)]
 struct OnHost {
     device: FlatMemory,
     copy: Tensor,
 }
 
-/// Holds offloaded tensors in memory until it is dropped.
+/// A guard that keeps offloaded tensors in memory until it is dropped.
 #[derive(Debug)]
 #[must_use = "the tensors are offloaded when the guard is dropped"]
 pub struct InUse(Offloaded);
@@ -59,8 +59,8 @@ impl Offload {
         Self { dir: dir.into() }
     }
 
-    /// Returns room for tensors of these sizes in bytes, which are on `device` and are called `name` in errors. On the CPU all of it is
-    /// reserved on the disk.
+    /// Returns room for tensors of these sizes in bytes, which are on `device` and are called `name` in errors. For the CPU, all of the room
+    /// is reserved on the disk.
     ///
     /// # Errors
     /// If the folder cannot be written, or the disk is full.
@@ -68,7 +68,8 @@ impl Offload {
         let place = if device == Device::Cpu {
             let bytes = MappedFile::room_for(sizes);
             Place::File(file_in(&self.dir, bytes).map_err(|e| {
-                let (dir, mib) = (self.dir.display(), bytes.div_ceil(1 << 20));
+                let dir = self.dir.display();
+                let mib = bytes.div_ceil(1 << 20);
                 Error::Run(format!("offload_dir = {dir}: cannot make a file of {mib} MiB for the {name}: {e}"))
             })?)
         } else {
@@ -77,23 +78,24 @@ impl Offload {
         Ok(Offloaded::new(name, place))
     }
 
-    /// Offloads `tensors`; several of them may share some.
+    /// Offloads `tensors`. Tensors may share memory. `None` if there are none.
     ///
     /// # Errors
     /// As [`Offload::room`].
     pub fn hold<'t>(&self, name: &str, tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<Option<Offloaded>> {
-        let (mut known, mut own): (HashSet<usize>, Vec<&Tensor>) = Default::default();
-        own.extend(tensors.into_iter().filter(|tensor| known.insert(tch_ext::storage_id(tensor))));
-        let Some(first) = own.first() else { return Ok(None) };
-        let room = self.room(name, first.device(), own.iter().map(|tensor| tch_ext::storage_bytes(tensor)))?;
-        room.put(own)?;
+        let mut known: HashSet<usize> = HashSet::new();
+        let is_new = |tensor: &&Tensor| known.insert(tch_ext::storage_id(tensor));
+        let tensors: Vec<&Tensor> = tensors.into_iter().filter(is_new).collect();
+        let Some(first) = tensors.first() else { return Ok(None) };
+        let room = self.room(name, first.device(), tensors.iter().map(|tensor| tch_ext::storage_bytes(tensor)))?;
+        room.put(tensors)?;
         room.leave()?;
         Ok(Some(room))
     }
 }
 
-/// Creates a file without a name on the file system of the folder `dir`. A folder that does not exist is not made: the file is then in
-/// the folder that it would be made in.
+/// Creates a file without a name on the file system of the folder `dir`. If the folder does not exist, it is not created: the file is then in
+/// its nearest ancestor that exists.
 fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
     let dir = std::path::absolute(dir).map_err(|e| e.to_string())?;
     let existing = dir.ancestors().find(|dir| dir.exists());
@@ -105,11 +107,11 @@ fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
 
 impl Offloaded {
     fn new(name: &str, place: Place) -> Self {
-        let held = Held { name: name.into(), place, known: HashSet::new(), users: 0, failed: None };
-        Self(Arc::new(Mutex::new(held)))
+        let state = State { name: name.into(), place, known: HashSet::new(), users: 0, failed: None };
+        Self(Arc::new(Mutex::new(state)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -118,13 +120,13 @@ impl Offloaded {
     /// # Errors
     /// If it cannot be moved.
     pub fn put<'t>(&self, tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<()> {
-        let mut held = self.lock();
+        let mut state = self.lock();
         for tensor in tensors {
-            if !held.known.insert(tch_ext::storage_id(tensor)) {
+            if !state.known.insert(tch_ext::storage_id(tensor)) {
                 continue;
             }
-            let is_used = held.users > 0;
-            match &mut held.place {
+            let is_used = state.users > 0;
+            match &mut state.place {
                 Place::File(file) => file.take(tensor).map_err(Error::Run)?,
                 Place::Host(all) => {
                     let mut moved = OnHost::of(tensor)?;
@@ -143,8 +145,8 @@ impl Offloaded {
     /// # Errors
     /// If they cannot be written; they then stay in memory.
     pub fn leave(&self) -> Result<()> {
-        let mut held = self.lock();
-        if held.users == 0 { held.leave() } else { Ok(()) }
+        let mut state = self.lock();
+        if state.users == 0 { state.leave() } else { Ok(()) }
     }
 
     /// Brings the tensors into memory until the guard is dropped.
@@ -152,33 +154,33 @@ impl Offloaded {
     /// # Errors
     /// If the device has no memory for them; if they could not be offloaded after their last use.
     pub fn in_use(&self) -> Result<InUse> {
-        let mut held = self.lock();
-        if let Some(failed) = &held.failed {
-            return Err(Error::Run(format!("{} after its last use: {failed}", held.name)));
+        let mut state = self.lock();
+        if let Some(failed) = &state.failed {
+            return Err(Error::Run(format!("{} after its last use: {failed}", state.name)));
         }
-        if held.users == 0 {
-            held.enter()?;
+        if state.users == 0 {
+            state.enter()?;
         }
-        held.users += 1;
-        drop(held);
+        state.users += 1;
+        drop(state);
         Ok(InUse(self.clone()))
     }
 }
 
 impl Drop for InUse {
     fn drop(&mut self) {
-        let mut held = self.0.lock();
-        held.users -= 1;
-        if held.users == 0
-            && let Err(error) = held.leave()
+        let mut state = self.0.lock();
+        state.users -= 1;
+        if state.users == 0
+            && let Err(error) = state.leave()
         {
-            // Returned by the next use.
-            held.failed = Some(error.to_string());
+            // The next use returns this error.
+            state.failed = Some(error.to_string());
         }
     }
 }
 
-impl Held {
+impl State {
     fn enter(&mut self) -> Result<()> {
         match &self.place {
             Place::File(file) => file.enter(),
@@ -199,7 +201,7 @@ impl OnHost {
     fn of(tensor: &Tensor) -> Result<Self> {
         let device = FlatMemory::of(tensor).map_err(Error::Run)?;
         let copy = Tensor::f_empty(device.tensor().size(), (device.tensor().kind(), Device::Cpu))?;
-        // Pinned memory, where there is a driver for it, is copied faster. Not `pin_memory`, which prints that its argument is deprecated.
+        // Pinned memory, if a driver supports it, is copied faster. `pin_memory` is not used because it prints that its argument is deprecated.
         let copy = match tensor.device() {
             device @ Device::Cuda(_) => copy.f_internal_pin_memory(device).unwrap_or(copy),
             _ => copy,
@@ -230,7 +232,7 @@ mod tests {
     use std::fs;
     use tch::Kind;
 
-    /// Both places, the host's with tensors of the CPU in place of a GPU's.
+    /// Both places. The one on the host has tensors of the CPU in place of a GPU's.
     fn places(dir: &Path) -> [Offloaded; 2] {
         let file = Offload::to(dir).room("numbers", Device::Cpu, [4000, 4000]).unwrap();
         [file, Offloaded::new("numbers", Place::Host(Vec::new()))]
@@ -246,7 +248,7 @@ mod tests {
             for step in 1..4 {
                 let outer = place.in_use().unwrap();
                 drop(place.in_use().unwrap());
-                // Still in memory: a use of the same tensors is not over.
+                // The tensors are still in memory, because another use of them is not over.
                 let _ = tch::no_grad(|| numbers.shallow_clone().g_add_scalar_(1));
                 assert_eq!(view.double_value(&[1, 3]), f64::from(103 + step));
                 assert_eq!(other.double_value(&[103]), 103.0);
@@ -294,8 +296,9 @@ mod tests {
 
     #[test]
     fn a_folder_that_cannot_be_written_is_one_line_with_its_setting() {
-        let held = Offload::to("/proc/rlhf").hold("reference model", [&Tensor::ones([8], (Kind::Float, Device::Cpu))]);
-        let error = held.unwrap_err().to_string();
+        let offloaded =
+            Offload::to("/proc/rlhf").hold("reference model", [&Tensor::ones([8], (Kind::Float, Device::Cpu))]);
+        let error = offloaded.unwrap_err().to_string();
         let expected = "offload_dir = /proc/rlhf: cannot make a file of 1 MiB for the reference model: ";
         assert!(error.starts_with(expected) && !error.contains('\n'), "{error}");
     }

@@ -1,4 +1,4 @@
-//! Other programs with a time limit, such as Python and `nvidia-smi`; and the Python that runs programs that are part of this one.
+//! Other programs with a time limit, such as `nvidia-smi`; and the Python interpreter that runs scripts that are part of this program.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -13,10 +13,10 @@ pub fn is_of_python_package() -> bool {
     std::env::var_os(LIBTORCH_FROM).is_some()
 }
 
-/// Time in which the error output of a process must be complete after the process has ended. A child that it left behind may keep it open.
+/// Time to wait for the rest of the error output after a process has ended. A child that the process left behind may keep the output open.
 const AFTER_END: Duration = Duration::from_millis(500);
 
-/// The variable with another Python than `python3`.
+/// The variable that names a Python other than `python3`.
 const PYTHON: &str = "RLHF_PYTHON";
 /// Python program that reads the length of another program and the program itself from standard input, and runs it: a command line
 /// with the whole program would fill the list of processes.
@@ -75,7 +75,8 @@ pub struct Ended {
 /// If it cannot be started, or takes longer.
 pub fn output(command: &mut Command, limit: Duration) -> Result<Ended, String> {
     let started = Started::new(command)?;
-    let (mut stdout, deadline) = (String::new(), Instant::now() + limit);
+    let mut stdout = String::new();
+    let deadline = Instant::now() + limit;
     let status = started.finish(deadline, |line| {
         stdout.push_str(&line);
         stdout.push('\n');
@@ -139,7 +140,7 @@ impl Started {
         {
             line(text);
         }
-        // Where its standard output is closed, it has ended, or ends now.
+        // Its standard output is closed, so the process has ended or is about to.
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Some((status, self.stderr.recv_timeout(AFTER_END).unwrap_or_default()));
@@ -177,9 +178,9 @@ mod tests {
     #[test]
     fn a_child_that_keeps_an_output_open_does_not_hold_the_result() {
         let start = Instant::now();
-        let of_errors = output(&mut shell("echo out; sleep 20 >/dev/null &"), Duration::from_secs(10)).unwrap();
-        assert!(of_errors.success && of_errors.stdout == "out\n" && start.elapsed() < Duration::from_secs(5));
-        let of_output = output(&mut shell("echo out; sleep 20 2>/dev/null &"), Duration::from_millis(300)).unwrap();
-        assert!(of_output.success && of_output.stdout == "out\n" && start.elapsed() < Duration::from_secs(8));
+        let result = output(&mut shell("echo out; sleep 20 >/dev/null &"), Duration::from_secs(10)).unwrap();
+        assert!(result.success && result.stdout == "out\n" && start.elapsed() < Duration::from_secs(5));
+        let result = output(&mut shell("echo out; sleep 20 2>/dev/null &"), Duration::from_millis(300)).unwrap();
+        assert!(result.success && result.stdout == "out\n" && start.elapsed() < Duration::from_secs(8));
     }
 }

@@ -29,7 +29,7 @@ pub struct Refusal {
     other: Option<String>,
     origin: Origin,
     message: String,
-    /// Whether the message begins with the setting's name; `reward`, for one, may be the first word of a sentence too.
+    /// Whether the message begins with the setting's name. It may also begin with a name such as `reward` as an English word.
     is_named: bool,
 }
 
@@ -38,17 +38,17 @@ impl Refusal {
     pub fn new(name: impl Into<String>, rest: impl fmt::Display) -> Self {
         let name = name.into();
         let message = format!("{name}{rest}");
-        // A product of settings is none by itself.
+        // A product of settings is not a setting.
         let is_name = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         Self { setting: is_name.then_some(name), other: None, origin: Origin::Unset, message, is_named: is_name }
     }
 
-    /// A refusal that is about no setting by itself.
+    /// A refusal that is not about a single setting.
     pub fn general(message: impl Into<String>) -> Self {
         Self { setting: None, other: None, origin: Origin::Unset, message: message.into(), is_named: false }
     }
 
-    /// A refusal of `setting`, if there is one, in a whole line.
+    /// A refusal of `setting`, if there is one, with a whole line as its message.
     pub(crate) fn of_setting(setting: Option<&str>, line: impl Into<String>) -> Self {
         let line: String = line.into();
         let rest = setting.and_then(|setting| line.strip_prefix(setting));
@@ -88,7 +88,7 @@ impl Refusal {
         Self { origin, ..self }
     }
 
-    /// The setting to change or to remove, by its own name; none if the refusal is about no setting by itself.
+    /// The setting to change or to remove, by its own name; `None` if the refusal is not about a single setting.
     pub fn setting(&self) -> Option<&str> {
         self.setting.as_deref()
     }
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(refusal.reason(), " is given, and there is no value model");
         let named = refusal.written("critic_lora_dim", Origin::Flag);
         assert_eq!(named.message(), "critic_lora_dim is given, and there is no value model");
-        // A whole line may begin with the name as a word of English, and a renamed one with a longer name.
+        // A whole line may begin with the name as an English word, and a renamed line with a longer name.
         let line = Refusal::of_setting(Some("reward"), "reward models differ");
         assert_eq!(
             (line.reason(), line.clone().named("x").message()),

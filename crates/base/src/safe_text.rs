@@ -56,7 +56,7 @@ fn without_middle(text: &str, most: usize) -> Cow<'_, str> {
     if count <= most {
         return text.into();
     }
-    // With the note on the omitted part, the result is not longer than the maximum, so that no text is shortened twice.
+    // The result, with the note on the omitted part, is at most as long as the maximum, so that no text is shortened twice.
     let head = most - TAIL - 60;
     let at = |chars: usize| text.char_indices().nth(chars).map_or(text.len(), |(at, _)| at);
     format!("{} ... ({} characters left out) ... {}", &text[..at(head)], count - head - TAIL, &text[at(count - TAIL)..])
@@ -113,7 +113,7 @@ fn without_secrets(text: &str) -> Cow<'_, str> {
 fn user_len(address: &str) -> usize {
     let authority = address.find(['/', '?', '#']).unwrap_or(address.len());
     let (host, port) = address[..authority].split_once(':').unwrap_or((&address[..authority], ""));
-    // A password with a slash in it: the part before the slash looks like a host with a port that is not a number.
+    // If a password has a slash, the part before the slash looks like a host with a port that is not a number.
     let odd = !host.starts_with('[') && !port.bytes().all(|byte| byte.is_ascii_digit());
     let end = if odd { address.len() } else { authority };
     address[..end].rfind('@').map_or(0, |at| at + 1)

@@ -26,7 +26,7 @@
 //! | `replay = Changes` | whether a replay may change it: [`ReplayClass`] |
 //! | `flatten` | the field is a group of settings |
 //!
-//! The program makes flags and help of it, and reads them and files through [`Settings::read`].
+//! The program makes its flags and its help from these descriptions, and reads flags and files through [`Settings::read`].
 
 mod refusals;
 mod values;
@@ -113,7 +113,8 @@ pub const HEADINGS: [&str; 20] = [
 /// Default value of an optional flag that is unset.
 pub const NONE: &str = "none";
 
-/// The largest count or size, unless a setting has another: beyond use, and sums and products of a few are far below 64 bits.
+/// The largest count or size, unless a setting has another: larger than any in use, and small enough that sums and products of a few fit in 64
+/// bits.
 pub const MOST: u64 = i32::MAX as u64;
 /// The largest number of rows of a batch.
 pub const MOST_ROWS: u64 = 1 << 20;
@@ -127,9 +128,9 @@ pub const MOST_RANKS: u64 = 100_000;
 pub const MOST_REQUESTS: u64 = 1024;
 /// The largest TCP port.
 pub const MOST_PORT: u64 = u16::MAX as u64;
-/// Of a token's id, which may be any.
+/// The largest token id: any id is allowed.
 pub const ANY_ID: u64 = i64::MAX as u64;
-/// Of a whole number that is no count, such as a seed: it may have any size.
+/// The largest whole number that is no count, such as a seed: any number is allowed.
 pub const ANY: u64 = u64::MAX;
 
 /// Whether a run that resumes from a checkpoint may change a setting.
@@ -187,7 +188,7 @@ pub trait Settings: Sized {
     }
 }
 
-/// The values of a setting by its name, as text; none if it is not set.
+/// Returns the values of the setting with a name, as text; `None` if it is not set.
 pub type Values<'v> = dyn Fn(&str) -> Option<Vec<String>> + 'v;
 
 /// The number of values of a setting.
@@ -203,7 +204,7 @@ pub enum Shape {
     List,
 }
 
-/// The description of a setting. The module's table says where each part is from.
+/// The description of a setting. The table of this module says where each part comes from.
 #[derive(Debug, Clone)]
 pub struct Field {
     /// Name.

@@ -1,4 +1,4 @@
-//! Requests to stop: a signal or another thread asks the running training loop to end. And the programs that end with the process.
+//! Requests to stop: a signal or another thread asks the running training loop to end. Also the programs that end with the process.
 
 use crate::{Error, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// value for all of it.
 static STOP: AtomicU8 = AtomicU8::new(0);
 
-/// Whether the run of this process is complete: the message at a signal is then another one.
+/// Whether the run of this process is complete. The message at a signal then differs.
 static COMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// The message at the first signal to a training run.
@@ -55,9 +55,9 @@ pub fn request_stop(code: u8) -> bool {
     STOP.swap(code, Ordering::SeqCst) != 0
 }
 
-/// Lets Ctrl-C, SIGTERM and SIGHUP end the runs of this process as they end those of the program `rlhf`: the first signal requests a stop, and
-/// the run saves a checkpoint and its model after the current update; another one after a second ends the process at once. For programs of
-/// your own, before their first run.
+/// Makes Ctrl-C, SIGTERM and SIGHUP end the runs of this process as in the program `rlhf`: the first signal requests a stop, and the run saves a
+/// checkpoint and its model after the current update; another signal after a second ends the process at once. Programs that use the library
+/// call it before their first run.
 ///
 /// # Errors
 /// If the handler cannot be installed.
@@ -70,8 +70,8 @@ pub fn stop_on_signals() -> Result<()> {
     request_stop_on_signals(notify).map_err(Error::io("install", "a handler of signals"))
 }
 
-/// Installs a handler: the first of the [`stopping_signals`] requests a stop, and another one after a second ends the process and the programs
-/// that it started at once. `notify` is called before that with the number of the request, from 1.
+/// Installs a handler of the [`stopping_signals`]: the first signal requests a stop, and another one after a second at once ends the process and
+/// the programs that it started. `notify` is called before with the number of the request, from 1.
 ///
 /// # Errors
 /// If the handler cannot be installed.
@@ -96,7 +96,7 @@ pub fn request_stop_on_signals(mut notify: impl FnMut(usize) + Send + 'static) -
 /// Functions that are called before a signal ends the process.
 static CLEAN_UPS: Mutex<Vec<Box<dyn Fn() + Send>>> = Mutex::new(Vec::new());
 
-/// Has [`end_process`] call `clean` first.
+/// Registers `clean`, which [`end_process`] calls first.
 pub fn clean_up_on_signals(clean: impl Fn() + Send + 'static) {
     CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(clean));
 }
@@ -112,9 +112,9 @@ pub fn below_interrupt(message: &str) -> String {
     format!("{start}{message}")
 }
 
-/// Takes back [`request_stop`], so that the loops of this process train again: without it every later one ends at once.
+/// Takes back [`request_stop`], so that the loops of this process train again. Without this call every later loop ends at once.
 ///
-/// The request is one of the whole process, so call this where no loop is left that is to end by it; with several ranks, in each.
+/// The request is for the whole process, so call this when no loop is left that the request should end; with several ranks, in each rank.
 pub fn clear_stop() {
     STOP.store(0, Ordering::SeqCst);
 }
@@ -153,7 +153,7 @@ fn programs() -> MutexGuard<'static, Vec<Pid>> {
     PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Notes a program that was started with a process group of its own.
+/// Records a program that was started with its own process group.
 pub fn add_program(child: &Child) {
     programs().push(Pid::from_child(child));
 }
@@ -161,7 +161,8 @@ pub fn add_program(child: &Child) {
 /// Kills a program and every process of its group, once. Its exit status must not have been collected before: then the id may be that
 /// of another group.
 pub fn kill_program(child: &Child) {
-    let (group, mut programs) = (Pid::from_child(child), programs());
+    let group = Pid::from_child(child);
+    let mut programs = programs();
     if let Some(at) = programs.iter().position(|running| *running == group) {
         let _ = kill_process_group(group, Signal::KILL);
         programs.swap_remove(at);

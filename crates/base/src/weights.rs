@@ -22,12 +22,12 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Buffer size for reading a tensor, in bytes: the memory that loading takes in addition to the model. Buffers of several MiB would
 /// be no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
-/// The same for a tensor on a GPU, which each copy waits for.
+/// The same for a tensor on a GPU. Larger, because each copy waits for the GPU.
 const READ_AT_ONCE_TO_GPU: usize = 1 << 22;
 /// Buffer size for writing a tensor, in bytes.
 const WRITE_AT_ONCE: usize = 1 << 23;
-/// Subfolder of a folder's new files until all of them are complete.
-pub const BESIDE: &str = ".saving";
+/// Subfolder for a folder's new files until all of them are complete.
+pub const STAGING: &str = ".saving";
 
 /// The tensors of a model folder, in one safetensors file or several; only the headers are in memory.
 #[derive(Debug)]
@@ -106,7 +106,7 @@ impl Checkpoint {
         }
     }
 
-    /// Whether the tensor `name` has codes of a quantized weight: bytes of eight bits.
+    /// Whether the tensor `name` has the codes of a quantized weight, which are bytes.
     pub fn holds_codes(&self, name: &str) -> bool {
         self.tensors.get(name).is_some_and(|entry| matches!(entry.info.dtype, Dtype::U8 | Dtype::I8))
     }
@@ -129,14 +129,14 @@ impl Checkpoint {
 
     /// The dtype of most of the checkpoint's bytes: f32, bf16 or f16.
     pub fn kind(&self) -> Kind {
-        let bytes_of = |dtype: Dtype| -> usize {
+        let weight_bytes = |dtype: Dtype| -> usize {
             let is_weight = |name: &str| !is_beside_codes(name);
             let tensors = self.tensors.iter().filter(|(name, entry)| entry.info.dtype == dtype && is_weight(name));
             tensors.map(|(_, entry)| entry.info.data_offsets.1 - entry.info.data_offsets.0).sum()
         };
         let kinds = [(Dtype::F32, Kind::Float), (Dtype::BF16, Kind::BFloat16), (Dtype::F16, Kind::Half)];
-        // The first of equals, so that no precision is lost.
-        kinds.into_iter().rev().max_by_key(|&(dtype, _)| bytes_of(dtype)).expect("there are three").1
+        // With equal sizes the first, most precise kind is taken, so that no precision is lost.
+        kinds.into_iter().rev().max_by_key(|&(dtype, _)| weight_bytes(dtype)).expect("there are three").1
     }
 
     /// Reads the tensor `name`, of floats, as `kind` onto `device`.
@@ -172,8 +172,8 @@ impl Checkpoint {
     }
 
     fn entry(&self, name: &str) -> Result<&Entry> {
-        let found = self.tensors.get(name);
-        found.ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))
+        let entry = self.tensors.get(name);
+        entry.ok_or_else(|| Error::invalid(&self.dir, format!("expected the tensor `{name}`, found none")))
     }
 
     /// Reads a tensor that is `stored` in this dtype.
@@ -181,14 +181,14 @@ impl Checkpoint {
         let source = &self.files[entry.file];
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?;
-        // The view is dropped: it would keep this memory alive when the tensor's data is replaced by another dtype.
+        // A separate view, which is dropped at the end: it would keep this memory alive when the tensor's data is replaced by another dtype.
         let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
         let (mut at, end) = entry.info.data_offsets;
         let at_once = if device == Device::Cpu { READ_AT_ONCE } else { READ_AT_ONCE_TO_GPU };
         let mut bytes = vec![0; at_once.min(end - at)];
         let mut filled = 0;
-        // Through a small buffer into the tensor's memory, converted on the way by the device, so that no second copy exists.
+        // The numbers go through a small buffer into the tensor's memory, and the device converts them, so that no second copy exists.
         while at < end {
             let part = &mut bytes[..at_once.min(end - at)];
             let place = source.data_start + at as u64;
@@ -196,7 +196,8 @@ impl Checkpoint {
             let len = (part.len() / width) as i64;
             let part_read = Tensor::f_from_data_size(part, &[len], stored)?.f_to_device(device)?;
             flat.f_narrow(0, filled, len)?.f_copy_(&part_read)?;
-            (at, filled) = (at + part.len(), filled + len);
+            at += part.len();
+            filled += len;
         }
         Ok(tensor)
     }
@@ -250,7 +251,7 @@ impl Checkpoint {
     }
 }
 
-/// Whether a tensor's name is that of one beside the codes of a quantized weight: scales, maps, its description.
+/// Whether a tensor's name is that of a companion of a quantized weight's codes: scales, maps, the description.
 pub fn is_beside_codes(name: &str) -> bool {
     name.contains(".weight.") || name.ends_with(".SCB") || name.ends_with(".weight_format")
 }
@@ -443,8 +444,8 @@ pub fn save_file_of(path: &Path, specs: &[TensorSpec], tensor: &mut dyn FnMut(us
 /// Errors of `write`, which leave the folder as it was; if a file cannot be moved or removed.
 pub fn replace_files(dir: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(Error::io("create the folder", dir))?;
-    let staging = dir.join(BESIDE);
-    // Left by an earlier save that was killed.
+    let staging = dir.join(STAGING);
+    // An earlier save that was killed may have left the folder.
     let clear = || match std::fs::remove_dir_all(&staging) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &staging)(e)),
         _ => Ok(()),
@@ -515,14 +516,14 @@ pub fn is_weights(name: &str) -> bool {
 
 /// The final folder of files written to `dir`, after [`replace_files`] has moved them.
 pub fn destination(mut dir: &Path) -> &Path {
-    while dir.ends_with(BESIDE) {
+    while dir.ends_with(STAGING) {
         dir = dir.parent().unwrap_or(dir);
     }
     dir
 }
 
-/// Writes the tensors `chosen` of `specs` to one file, under a temporary name that is then renamed. They are in the order of the
-/// safetensors crate: the largest dtypes first, then by name.
+/// Writes the tensors `chosen` of `specs` to one file, under a temporary name that is then renamed. Their order is that of the safetensors
+/// crate: the largest dtypes first, then by name.
 fn write_file(
     path: &Path,
     specs: &[TensorSpec],
@@ -569,13 +570,15 @@ fn write_tensors(
     write(&(header.len() as u64).to_le_bytes())?;
     write(&header)?;
     for &i in chosen {
-        let (spec, tensor) = (&specs[i], tensor(i)?);
+        let spec = &specs[i];
+        let tensor = tensor(i)?;
         if (tensor.kind(), tensor.size().as_slice()) != (spec.kind, spec.shape.as_slice()) {
             return Err(invalid(format!("tensor `{}`: expected {spec:?}, found {tensor:?}", spec.name)));
         }
         let flat = tensor.detach().contiguous().view([-1]);
         let width = spec.kind.elt_size_in_bytes();
-        let (len, most) = (flat.size()[0], (WRITE_AT_ONCE / width) as i64);
+        let len = flat.size()[0];
+        let most = (WRITE_AT_ONCE / width) as i64;
         for from in (0..len).step_by(most as usize) {
             let count = most.min(len - from);
             let part = flat.narrow(0, from, count).to_device(Device::Cpu);
@@ -636,7 +639,7 @@ pub fn no_such_file(dir: &Path, name: &str) -> Error {
         dir if dir.exists() => "a file in place of the folder",
         _ => "no such folder (nor is it the name of a model on the hub, as in `EleutherAI/pythia-160m`)",
     };
-    // The form `task:model` of TRL's scripts names a pipeline of transformers.
+    // In TRL's scripts, `task:model` names a pipeline of transformers.
     let tasks = ["sentiment-analysis:", "text-classification:"];
     let alone = dir.to_str().and_then(|name| tasks.iter().find_map(|task| name.strip_prefix(task)));
     let hint = alone.map_or(String::new(), |model| format!("; give the model alone: --reward_model_path {model}"));
@@ -766,14 +769,14 @@ mod tests {
         };
         replace_files(dir.path(), |staging| write(staging, "old")).unwrap();
         let failed = replace_files(dir.path(), |staging| write(staging, "new").and(Err(Error::Run("full".into()))));
-        assert!(failed.is_err() && !path(BESIDE).exists());
+        assert!(failed.is_err() && !path(STAGING).exists());
         assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["old", "old"]);
-        // A move that cannot be made stands for a kill in the middle: `a` is a folder now.
+        // `a` is a folder now, so a move fails: this stands for a kill in the middle.
         std::fs::remove_file(path("a")).unwrap();
         std::fs::create_dir(path("a")).unwrap();
         assert!(replace_files(dir.path(), |staging| write(staging, "new")).is_err());
-        assert!(!path(CONFIG).exists() && path(BESIDE).join(CONFIG).exists());
-        // The next save clears it away.
+        assert!(!path(CONFIG).exists() && path(STAGING).join(CONFIG).exists());
+        // The next save removes it.
         std::fs::remove_dir(path("a")).unwrap();
         replace_files(dir.path(), |staging| write(staging, "new")).unwrap();
         assert_eq!([CONFIG, "a"].map(|name| std::fs::read_to_string(path(name)).unwrap()), ["new", "new"]);

@@ -7,7 +7,7 @@ use syn::{Attribute, Data, DeriveInput, Error, LitStr, Result, Token, bracketed,
 use crate::words::{Case, doc};
 
 /// The `choice` attribute of an enum.
-struct OfEnum {
+struct EnumAttributes {
     /// Spelling of the names that no attribute sets.
     case: Case,
     value_name: String,
@@ -25,14 +25,14 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
     let Data::Enum(data) = &input.data else {
         return Err(Error::new_spanned(&input.ident, "Choices: expected an enum"));
     };
-    let OfEnum { case, value_name, expected } = of_enum(&input.attrs)?;
+    let EnumAttributes { case, value_name, expected } = enum_attributes(&input.attrs)?;
     let mut names = Vec::new();
     let mut rows = Vec::new();
     for variant in &data.variants {
         if !variant.fields.is_empty() {
             return Err(Error::new_spanned(variant, "Choices: expected a variant without data"));
         }
-        let Names { name, aliases } = of_variant(&variant.attrs)?;
+        let Names { name, aliases } = variant_names(&variant.attrs)?;
         let ident = &variant.ident;
         let name = name.unwrap_or_else(|| case.of(&ident.to_string()));
         let help = doc(&variant.attrs);
@@ -62,29 +62,29 @@ fn or(names: &[String]) -> String {
 }
 
 /// Reads `#[choice(rename_all = "snake_case", value_name = "TOKEN", expected = "a token")]` of the enum.
-fn of_enum(attributes: &[Attribute]) -> Result<OfEnum> {
-    let mut found = OfEnum { case: Case::Kebab, value_name: "NAME".into(), expected: None };
+fn enum_attributes(attributes: &[Attribute]) -> Result<EnumAttributes> {
+    let mut result = EnumAttributes { case: Case::Kebab, value_name: "NAME".into(), expected: None };
     for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("choice")) {
         attribute.parse_nested_meta(|meta| {
             let text: LitStr = meta.value()?.parse()?;
             if meta.path.is_ident("rename_all") {
                 let unknown = || Error::new(text.span(), "expected snake_case, kebab-case or lowercase");
-                found.case = Case::named(&text.value()).ok_or_else(unknown)?;
+                result.case = Case::named(&text.value()).ok_or_else(unknown)?;
             } else if meta.path.is_ident("value_name") {
-                found.value_name = text.value();
+                result.value_name = text.value();
             } else if meta.path.is_ident("expected") {
-                found.expected = Some(text.value());
+                result.expected = Some(text.value());
             } else {
                 return Err(meta.error("expected rename_all, value_name or expected"));
             }
             Ok(())
         })?;
     }
-    Ok(found)
+    Ok(result)
 }
 
 /// Reads `#[choice(name = "...", aliases = ["...", "..."])]` of a variant.
-fn of_variant(attributes: &[Attribute]) -> Result<Names> {
+fn variant_names(attributes: &[Attribute]) -> Result<Names> {
     let mut names = Names { name: None, aliases: Vec::new() };
     for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("choice")) {
         attribute.parse_nested_meta(|meta| {

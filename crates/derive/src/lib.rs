@@ -3,7 +3,7 @@
 //! `#[derive(Settings)]` makes a struct the one description of its settings: a field's name, doc comment and `setting` attribute are what
 //! flags, configuration files, help and documentation are made of. `#[derive(Choices)]` gives the values of an enum their names.
 //!
-//! The macros write paths of the module `schema`, which has the traits and documents the attributes.
+//! The macros generate paths to the module `rlhf_base::schema`, which has the traits and documents the attributes.
 
 mod choices;
 mod settings;

@@ -46,11 +46,11 @@ struct Attributes {
 
 impl Attributes {
     fn of(field: &Field) -> Result<Self> {
-        let mut found = Self::default();
+        let mut result = Self::default();
         for attribute in field.attrs.iter().filter(|attribute| attribute.path().is_ident("setting")) {
-            attribute.parse_nested_meta(|meta| found.read(&meta))?;
+            attribute.parse_nested_meta(|meta| result.read(&meta))?;
         }
-        Ok(found)
+        Ok(result)
     }
 
     fn read(&mut self, meta: &ParseNestedMeta<'_>) -> Result<()> {
@@ -105,9 +105,9 @@ enum Form<'t> {
 
 impl<'t> Form<'t> {
     fn of(field: &'t Type) -> Self {
-        if let Some(value) = argument_of(field, "Option") {
+        if let Some(value) = type_argument(field, "Option") {
             Self::Optional(value)
-        } else if let Some(value) = argument_of(field, "Vec") {
+        } else if let Some(value) = type_argument(field, "Vec") {
             Self::List(value)
         } else if matches!(field, Type::Path(path) if path.path.is_ident("bool")) {
             Self::Switch
@@ -118,7 +118,7 @@ impl<'t> Form<'t> {
 }
 
 /// Returns the `T` of a type `name<T>`.
-fn argument_of<'t>(field: &'t Type, name: &str) -> Option<&'t Type> {
+fn type_argument<'t>(field: &'t Type, name: &str) -> Option<&'t Type> {
     let Type::Path(path) = field else { return None };
     let last = path.path.segments.last().filter(|segment| segment.ident == name)?;
     let PathArguments::AngleBracketed(arguments) = &last.arguments else { return None };
@@ -136,13 +136,14 @@ pub(crate) fn derive(input: &DeriveInput) -> Result<TokenStream> {
         },
         _ => return Err(Error::new_spanned(&input.ident, "Settings: expected a struct")),
     };
-    let (mut describes, mut reads) = (Vec::new(), Vec::new());
+    let mut describes = Vec::new();
+    let mut reads = Vec::new();
     for field in fields {
         let attributes = Attributes::of(field)?;
         let ident = field.ident.as_ref().ok_or_else(|| Error::new(field.span(), "expected a name"))?;
         if attributes.flatten {
-            let of = &field.ty;
-            describes.push(quote! { <#of as ::rlhf_base::schema::Settings>::describe(fields); });
+            let group = &field.ty;
+            describes.push(quote! { <#group as ::rlhf_base::schema::Settings>::describe(fields); });
             reads.push(quote! { #ident: ::rlhf_base::schema::Settings::read(values)? });
         } else {
             let (describe, read) = setting(field, ident, &attributes)?;
@@ -176,7 +177,7 @@ fn setting(field: &Field, ident: &Ident, attributes: &Attributes) -> Result<(Tok
         Form::One(value) | Form::Optional(value) | Form::List(value) => value,
         Form::Switch => &field.ty,
     };
-    let default = default_of(&form, attributes);
+    let default = default_code(&form, attributes);
     let parser = match (&attributes.parse, &form) {
         (Some(parser), _) => quote! { #parser },
         (None, Form::Optional(value)) => quote! { ::rlhf_base::schema::optional::<#value> },
@@ -250,7 +251,7 @@ fn class(variant: Option<&Ident>, name: &str) -> TokenStream {
 }
 
 /// Returns the code of the default, an `Option<String>` as it is written in a file or on a command line.
-fn default_of(form: &Form<'_>, attributes: &Attributes) -> TokenStream {
+fn default_code(form: &Form<'_>, attributes: &Attributes) -> TokenStream {
     match (&attributes.default, form) {
         (Some(default), _) => quote! { Some((#default).to_string()) },
         (None, Form::Optional(_)) => quote! { Some(::rlhf_base::schema::NONE.to_string()) },

@@ -8,7 +8,7 @@ use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_
 use crate::settings::ConvertConfig;
 use description::{Description, describe};
 use rlhf_base::safe_text::beginning;
-use rlhf_base::weights::{BESIDE, TensorSpec, pretty, replace_files, save_of, write_text};
+use rlhf_base::weights::{STAGING, TensorSpec, pretty, replace_files, save_of, write_text};
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::Gguf;
 use rlhf_lm::model::{ModelConfig, ModelSizes};
@@ -32,8 +32,8 @@ pub struct ConvertReport {
 /// its rules are known, the tokenizer; or the model in the folder `config.file` to the GGUF file `config.output_file`.
 ///
 /// # Errors
-/// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty: what an
-/// interrupted conversion left is replaced; if `output_file` exists. Nothing is written then.
+/// If the file is damaged, or holds a model or a quantization that is not supported; if the folder is not empty, except for leftovers of an
+/// interrupted conversion, which are replaced; if `output_file` exists. Nothing is written then.
 pub fn convert(config: &ConvertConfig) -> Result<ConvertReport> {
     config.check()?;
     match (&config.output_dir, &config.output_file) {
@@ -76,18 +76,18 @@ fn import(config: &ConvertConfig, out: &Path) -> Result<ConvertReport> {
     Ok(ConvertReport { tensors: specs.len(), note })
 }
 
-/// Checks that the folder `dir` does not exist, is empty, or has nothing but what an interrupted conversion left: returns whether it
-/// has that.
+/// Checks that the folder `dir` does not exist, is empty, or has only leftovers of an interrupted conversion. Returns whether it has such
+/// leftovers.
 fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
     let entries = match std::fs::read_dir(dir) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
         entries => entries.map_err(Error::io("read the folder", dir))?,
     };
     // The model's own configuration is written last.
-    let unfinished = !dir.join("config.json").exists() && is_of_a_conversion(dir, config);
+    let unfinished = !dir.join("config.json").exists() && holds_conversion(dir, config);
     for entry in entries {
         let name = entry.map_err(Error::io("read the folder", dir))?.file_name().to_string_lossy().into_owned();
-        let is_leftover = name == BESIDE || name.strip_suffix(".tmp") == Some(CONFIG);
+        let is_leftover = name == STAGING || name.strip_suffix(".tmp") == Some(CONFIG);
         if !(is_leftover || unfinished && is_run_file(&name)) {
             let message = format!("expected a new or an empty folder, found one with `{name}`");
             return Err(Error::invalid(dir, message));
@@ -96,8 +96,8 @@ fn check_new(dir: &Path, config: &ConvertConfig) -> Result<bool> {
     Ok(unfinished)
 }
 
-/// Returns whether the folder `dir` has the `config.yaml` of a conversion: the settings of one and no others.
-fn is_of_a_conversion(dir: &Path, config: &ConvertConfig) -> bool {
+/// Returns whether the folder `dir` has the `config.yaml` of a conversion, which has exactly the settings of one.
+fn holds_conversion(dir: &Path, config: &ConvertConfig) -> bool {
     let names =
         |settings: Value| settings.as_object().map(|settings| settings.keys().cloned().collect::<BTreeSet<_>>());
     let written = resolved_settings(dir).and_then(names);
@@ -112,10 +112,10 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
             continue;
         }
         let shown = beginning(name, 120);
-        let own = renamed(name, model.family.name).ok_or_else(|| {
+        let folder_name = renamed(name, model.family.name).ok_or_else(|| {
             file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
         })?;
-        if let Some((other, _)) = by_name.insert(own, (name, &entry.shape)) {
+        if let Some((other, _)) = by_name.insert(folder_name, (name, &entry.shape)) {
             let other = beginning(other, 120);
             return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
         }
@@ -139,7 +139,7 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     }
 }
 
-/// Names of the parts of a layer: llama.cpp's, and those of a model folder.
+/// Names of the parts of a layer: llama.cpp's, and the one in a model folder.
 const PARTS: [(&str, &str); 13] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
@@ -157,7 +157,7 @@ const PARTS: [(&str, &str); 13] = [
 ];
 
 /// The same of LFM2.
-const PARTS_OF_LFM2: [(&str, &str); 14] = [
+const LFM2_PARTS: [(&str, &str); 14] = [
     ("attn_norm", "operator_norm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -175,12 +175,12 @@ const PARTS_OF_LFM2: [(&str, &str); 14] = [
 ];
 
 /// Names of the parts of a layer of this architecture.
-fn parts_of(architecture: &str) -> &'static [(&'static str, &'static str)] {
-    if architecture == "lfm2" { &PARTS_OF_LFM2 } else { &PARTS }
+fn layer_parts(architecture: &str) -> &'static [(&'static str, &'static str)] {
+    if architecture == "lfm2" { &LFM2_PARTS } else { &PARTS }
 }
 
 /// Names of the tensors outside the layers.
-fn roots_of(architecture: &str) -> [(&'static str, &'static str); 3] {
+fn root_tensors(architecture: &str) -> [(&'static str, &'static str); 3] {
     let norm = if architecture == "lfm2" {
         ("token_embd_norm.weight", "model.embedding_norm.weight")
     } else {
@@ -194,21 +194,21 @@ fn is_convolution(name: &str) -> bool {
     name.ends_with(".conv.conv.weight")
 }
 
-/// Whether llama.cpp has neighbouring dimensions of queries and keys rotated together in models of this architecture.
+/// Whether llama.cpp rotates neighbouring dimensions of queries and keys together in models of this architecture.
 fn is_interleaved(architecture: &str) -> bool {
     ["llama", "smollm3", "granite"].contains(&architecture)
 }
 
 /// The name in a model folder of a tensor of a GGUF file.
 fn renamed(name: &str, architecture: &str) -> Option<String> {
-    if let Some((_, whole)) = roots_of(architecture).into_iter().find(|(gguf, _)| *gguf == name) {
+    if let Some((_, whole)) = root_tensors(architecture).into_iter().find(|(gguf, _)| *gguf == name) {
         return Some(whole.into());
     }
     let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
     let layer: usize = layer.parse().ok()?;
     let (part, end) = rest.rsplit_once('.')?;
-    let (_, own) = parts_of(architecture).iter().find(|(gguf, _)| *gguf == part)?;
-    ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{own}.{end}"))
+    let (_, folder_part) = layer_parts(architecture).iter().find(|(gguf, _)| *gguf == part)?;
+    ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{folder_part}.{end}"))
 }
 
 /// Reads a tensor, with the rows of queries and keys in the order of a model folder.

@@ -5,7 +5,7 @@
 //! | responses of models and of columns | `responses` |
 //! | scores of rewards | `scores` |
 //! | judges of pairs: programs, OpenAI-compatible endpoints | `judge` |
-//! | the folder, its rows, what continues an evaluation that was cut | `results` |
+//! | the folder and its rows, from which an evaluation that was cut continues | `results` |
 //! | intervals, length control, pass@k | `statistics` |
 //! | the summary | `summary` |
 //!
@@ -50,10 +50,10 @@ const MOST_FAILURES: usize = 5;
 /// Number of rows without a verdict at the start that end an evaluation.
 const MOST_UNDECIDED: usize = 10;
 
-/// Share of rows without a verdict above which the end of an evaluation warns of them, if they are more than two.
+/// Share of rows without a verdict above which an evaluation ends with a warning, if they are more than two.
 const MOST_WITHOUT_VERDICT: f64 = 0.1;
 
-/// One of the two that are compared.
+/// One of the two sides of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Side {
@@ -76,21 +76,21 @@ enum Side {
 ///     config.compare = Some("runs/sft".into());
 ///     config.reward_model_path = Some("runs/reward".into());
 ///     let summary = rlhf::eval::evaluate(&config, Console::Silent)?;
-///     println!("win rate {:?}", summary.comparison.map(|found| found.win_rate));
+///     println!("win rate {:?}", summary.comparison.map(|comparison| comparison.win_rate));
 ///     Ok(())
 /// }
 /// ```
 ///
 /// # Errors
-/// If a setting, a model, a row or the folder is not what it should be; if the judge fails several times in a row, or gives no verdict
-/// at all. Everything that is written stays.
+/// If a setting, a model, a row or the folder is invalid; if the judge fails several times in a row, or gives no verdict at all. Everything
+/// that is written stays.
 pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
     let rewards = config.checked()?;
     let pairs = PairJudge::new(&config.judge)?;
     let specs = resolve(&rewards)?;
     let models = Models::find(config)?;
     // An evaluation that continues on another day has the same prompts.
-    let date = results::date_of(config)?;
+    let date = results::chat_template_date(config)?;
     let _date = FixedDate::new(&date)?;
     let mut task = Task::read(config, &models, &specs)?;
     let sampled = sampled(config, &models)?;
@@ -104,7 +104,7 @@ pub fn evaluate(config: &EvaluateConfig, console: Console) -> Result<Summary> {
         ));
     }
     store.write_settings(config)?;
-    // Now that there is a folder for what it prints.
+    // The log is opened now, because its folder exists only now.
     task.log = Log::at(&config.output_dir.join(TOOLS_LOG));
     task.environment = config.environment.environment(&task.log)?;
     task.environment.iter().try_for_each(|environment| environment.start())?;
@@ -171,7 +171,7 @@ impl Models {
         })
     }
 
-    /// Returns the digests of the models and of what decides verdicts, by which a change is detected. The rows of the dataset are compared one by
+    /// Returns the digests of the models and of everything that decides verdicts, to detect changes. The rows of the dataset are compared one by
     /// one.
     fn inputs(&self, config: &EvaluateConfig, specs: &[Spec], judge: Option<&PairJudge>) -> Result<Inputs> {
         let mut inputs = Inputs::default();
@@ -202,9 +202,9 @@ struct Task {
     texts: Vec<String>,
     /// Digests of the rows.
     rows: Vec<String>,
-    /// The responses of the column, if one is compared with.
+    /// The responses of the column to compare with, if there is one.
     references: Option<Vec<String>>,
-    /// The model or the column that is compared with.
+    /// The model or the column to compare with.
     compared: Option<String>,
     /// Number of responses of a model to each prompt.
     samples: usize,
@@ -215,7 +215,7 @@ struct Task {
     tokenizer: Tokenizer,
     /// Tools and environments, if there are any.
     environment: Option<Arc<dyn Environment>>,
-    /// Log of what they print.
+    /// Log of the output that they print.
     log: Log,
 }
 
@@ -242,14 +242,14 @@ impl Task {
         tokenizer.set_chat_variables(config.split.chat_template.variables());
         // Their lengths are checked against the context of each model.
         let prompts = dataset.prompts(&tokenizer, i64::MAX, usize::MAX)?;
-        let of_column = |column: &String| {
+        let column_responses = |column: &String| {
             dataset.rows().map(|row| reference(row, column).map(Cow::into_owned)).collect::<Result<Vec<_>>>()
         };
         let column = config.compare_column.as_ref();
         Ok(Self {
             rows: dataset.rows().map(row_digest).collect(),
             texts: dataset.rows().zip(&prompts).map(|(row, prompt)| plain_prompt(row, prompt)).collect(),
-            references: column.map(of_column).transpose()?,
+            references: column.map(column_responses).transpose()?,
             compared: match &config.compare {
                 Some(model) => Some(model.display().to_string()),
                 None => column.map(|column| format!("column {column}")),
@@ -265,7 +265,7 @@ impl Task {
         })
     }
 
-    /// Returns the rewards of the environment; none where responses are compared with a column, which has no episodes.
+    /// Returns the rewards of the environment. There are none if responses are compared with a column, which has no episodes.
     fn environment_rewards(&self, config: &EvaluateConfig) -> Rewards {
         match &self.environment {
             Some(environment) if config.compare_column.is_none() => {
@@ -298,29 +298,29 @@ impl Task {
         Ok(Judge::Scores(Scorer { rewards, other_ids, at_once: (config.batch_size / per_prompt).max(1) }))
     }
 
-    /// Returns the texts that are compared with the responses to a prompt: one for each, or one for all.
+    /// Returns the texts to compare the responses to a prompt with: one for each response, or one for all.
     fn compared_texts<'a>(&'a self, store: &'a Store, index: usize) -> Vec<&'a str> {
         match &self.references {
             Some(texts) => vec![texts[index].as_str()],
-            None => store.responses(Side::B, index).iter().map(|given| given.text.as_str()).collect(),
+            None => store.responses(Side::B, index).iter().map(|response| response.text.as_str()).collect(),
         }
     }
 
     /// Returns the rows of a prompt, before they are judged.
     fn unjudged(&self, store: &Store, index: usize) -> Vec<ResultRow> {
         let compared = self.compared_texts(store, index);
-        let row = |(sample, given): (usize, &results::Given)| {
+        let row = |(sample, response): (usize, &results::ResponseRecord)| {
             let other = compared.get(sample).or(compared.first());
             ResultRow {
                 index,
                 sample,
-                prompt: given.episode.as_ref().map_or_else(
+                prompt: response.episode.as_ref().map_or_else(
                     || self.texts[index].clone(),
                     |episode| plain_prompt(&episode.prompt.row, &episode.prompt),
                 ),
-                response_a: given.text.clone(),
+                response_a: response.text.clone(),
                 response_b: other.map(|text| (*text).to_string()),
-                length_a: given.text.chars().count(),
+                length_a: response.text.chars().count(),
                 length_b: other.map(|text| text.chars().count()),
                 ..ResultRow::default()
             }
@@ -336,7 +336,7 @@ enum Judge {
 }
 
 impl Judge {
-    /// Sets what receives a warning of the first retry.
+    /// Sets the function that receives a warning of the first retry.
     fn warn_by(&mut self, warn: Warn) {
         match self {
             Self::Pairs(pairs) => pairs.warn_by(warn),
@@ -344,7 +344,7 @@ impl Judge {
         }
     }
 
-    /// Shows what functions of Python print.
+    /// Shows the output that Python functions print.
     fn print_by(&mut self, progress: &PhaseBar) {
         if let Self::Scores(scorer) = self {
             let (bar, console) = progress.parts();
@@ -363,7 +363,7 @@ impl Judge {
     /// Judges the prompts that the store has no verdict for, as far as `max_judgements` allows, and stores their rows.
     ///
     /// # Errors
-    /// If the judge fails again and again; if it gives a verdict or score too many: those that it gave may be of other rows, and are not kept.
+    /// If the judge fails again and again; if it gives one verdict or score too many. The others may then be of other rows, and are not kept.
     fn judge_missing(mut self, task: &Task, store: &mut Store, progress: &PhaseBar) -> Result<()> {
         let missing = store.to_judge(task.prompts.len(), task.most);
         if missing.is_empty() {
@@ -411,7 +411,7 @@ impl Judge {
     /// Ends programs, after their last rows or after a failure.
     ///
     /// # Errors
-    /// If one has written a line too many.
+    /// If a program has written a line too many.
     fn finish(&mut self) -> Result<()> {
         match self {
             Self::Pairs(pairs) => pairs.finish(),
@@ -419,7 +419,7 @@ impl Judge {
         }
     }
 
-    /// Whether a line too many may have shifted what was judged before it.
+    /// Whether a line too many may have shifted the verdicts before it.
     fn may_shift(&self) -> bool {
         match self {
             Self::Pairs(pairs) => pairs.may_shift(),
@@ -433,7 +433,8 @@ fn judge_pairs(judge: &mut PairJudge, task: &Task, rows: &mut [ResultRow]) {
     let data: Vec<&Value> = task.dataset.rows().collect();
     let differs = |row: &&ResultRow| row.response_b.as_ref() != Some(&row.response_a);
     let pairs = rows.iter().filter(differs).flat_map(|row| {
-        let (a, b) = (row.response_a.as_str(), row.response_b.as_deref().unwrap_or_default());
+        let a = row.response_a.as_str();
+        let b = row.response_b.as_deref().unwrap_or_default();
         let pair = |first, second| Pair { prompt: &row.prompt, first, second, row: data[row.index] };
         [pair(a, b), pair(b, a)]
     });
@@ -448,11 +449,11 @@ fn judge_pairs(judge: &mut PairJudge, task: &Task, rows: &mut [ResultRow]) {
     }
 }
 
-/// Sets the winner of a row by the outcomes of both orders: a winner that depends on the order is a tie.
+/// Sets the winner of a row from the outcomes of both orders: a winner that depends on the order is a tie.
 fn decide(row: &mut ResultRow, first: &Outcome, second: &Outcome) {
-    let verdict = |outcome: &Outcome, of_first, of_second| match outcome {
-        Ok(Preference::First) => Some(of_first),
-        Ok(Preference::Second) => Some(of_second),
+    let verdict = |outcome: &Outcome, first_winner, second_winner| match outcome {
+        Ok(Preference::First) => Some(first_winner),
+        Ok(Preference::Second) => Some(second_winner),
         Ok(Preference::Tie) => Some(Verdict::Tie),
         Err(_) => None,
     };
@@ -460,7 +461,10 @@ fn decide(row: &mut ResultRow, first: &Outcome, second: &Outcome) {
     row.verdicts = Some(verdicts);
     match verdicts {
         [Some(one), Some(other)] if one == other => row.winner = Some(one),
-        [Some(_), Some(_)] => (row.winner, row.inconsistent) = (Some(Verdict::Tie), true),
+        [Some(_), Some(_)] => {
+            row.winner = Some(Verdict::Tie);
+            row.inconsistent = true;
+        }
         _ => {
             let failed = [first, second].into_iter().find_map(|outcome| outcome.as_ref().err());
             failed.into_iter().for_each(|no_verdict| row.set_no_verdict(no_verdict.clone()));
@@ -470,13 +474,13 @@ fn decide(row: &mut ResultRow, first: &Outcome, second: &Outcome) {
 
 impl ResultRow {
     fn set_no_verdict(&mut self, NoVerdict { reason, failed }: NoVerdict) {
-        // It may hold anything that a judge replies.
+        // The reason may hold anything that a judge replies.
         self.no_verdict = Some(one_line(&reason).into_owned());
         self.failed = failed;
     }
 }
 
-/// Counts rows without a verdict: the first is reported, and a judge that fails again and again, or gives no verdict at all, ends the
+/// Counts rows without a verdict. The first is reported. A judge that fails again and again, or gives no verdict at all, ends the
 /// evaluation.
 struct Failures {
     warned: bool,
@@ -487,7 +491,7 @@ struct Failures {
 }
 
 impl Failures {
-    /// `has_verdicts` is whether an earlier run of the evaluation has some.
+    /// `has_verdicts` tells whether an earlier run of the evaluation has verdicts.
     fn new(has_verdicts: bool) -> Self {
         Self { warned: false, in_a_row: 0, at_first: (!has_verdicts).then_some(0), last: String::new() }
     }
@@ -514,12 +518,12 @@ impl Failures {
         if !failed && self.at_first.is_none_or(|count| count < MOST_UNDECIDED) {
             return Ok(());
         }
-        let found = if failed {
+        let failure = if failed {
             format!("failed for {} rows in a row", self.in_a_row)
         } else {
             format!("gave no verdict for the first {} rows", self.at_first.unwrap_or_default())
         };
-        Err(Error::Run(format!("the judge {found}: {}; the same command continues the evaluation", self.last)))
+        Err(Error::Run(format!("the judge {failure}: {}; the same command continues the evaluation", self.last)))
     }
 }
 

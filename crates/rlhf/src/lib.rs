@@ -70,7 +70,7 @@ pub use tch;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// So must that of the pages about the library.
+/// The Rust code of the pages about the library must compile too.
 #[cfg(all(doctest, repository))]
 #[doc = include_str!("../../../docs/library/rust.md")]
 struct LibraryPage;

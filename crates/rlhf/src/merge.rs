@@ -11,7 +11,7 @@ use rlhf_lm::tokenizer::Tokenizer;
 use std::path::Path;
 use tch::Kind;
 
-/// The note where the sum is rounded.
+/// The note if the merged weights are rounded.
 const ROUNDED: &str = "note: the merged weights are rounded to the 16 bits of the base, which loses a part of what the adapter learned (up to \
                        0.49 in a logit where it was measured); --save_dtype float32 keeps all of it";
 
@@ -23,8 +23,8 @@ type Save<'a> = Box<dyn Fn(&Path) -> Result<()> + 'a>;
 /// # Errors
 /// If there is no valid adapter, or the folder must not be overwritten.
 pub fn merge(config: &MergeConfig) -> Result<()> {
-    let (dir, out) =
-        (&hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?, config.output_dir.as_path());
+    let dir = &hub::model_dir(&config.model_name_or_path, Some(&config.model_revision))?;
+    let out = config.output_dir.as_path();
     let folder = AdapterFolder::find(dir)?.ok_or_else(|| {
         let found = adapters_below(dir).unwrap_or_else(|| "none".into());
         Error::invalid(
@@ -33,7 +33,7 @@ pub fn merge(config: &MergeConfig) -> Result<()> {
         )
     })?;
     check_folder(out, config.overwrite_output_dir, &[dir])?;
-    // In the dtype of the base the sum would be rounded before it is rounded to another one.
+    // If the weights were merged in the dtype of the base, they would be rounded to it before they are rounded to `save_dtype`.
     let dtype = if config.save_dtype == Dtype::Auto { Dtype::Auto } else { Dtype::Float32 };
     let options = ModelOptions { dtype, ..ModelOptions::default() };
     let tokenizer = Tokenizer::from_pretrained(dir)?;

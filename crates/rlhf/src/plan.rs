@@ -53,7 +53,7 @@ pub struct PlanOptions {
     pub ranks: usize,
     /// Number of machines.
     pub machines: usize,
-    /// Memory of the machine in bytes, which its ranks share, or of each GPU; `None`: what is available now.
+    /// Memory in bytes of the machine, which its ranks share, or of each GPU; `None` takes the memory that is available now.
     pub memory: Option<usize>,
     /// Measure the rates of this machine, for the time.
     pub calibrate: bool,
@@ -68,7 +68,7 @@ pub struct Plan {
     pub ranks: usize,
     /// Device of the computation: `cpu` or `cuda`.
     pub device: &'static str,
-    /// Dtype of the products: `float32`, `bfloat16` or `float16`.
+    /// Dtype of the matrix products: `float32`, `bfloat16` or `float16`.
     pub precision: &'static str,
     /// The models of the run.
     pub models: Vec<PlannedModel>,
@@ -80,7 +80,7 @@ pub struct Plan {
     pub work: PlannedWork,
     /// Seconds; `None` without a calibration.
     pub time: Option<PlannedTime>,
-    /// Changes that lower the peak, each of them alone, the most effective first. One of them combines several flags.
+    /// Changes that lower the peak, each planned alone, the most effective first. A change may combine several flags.
     pub remedies: Vec<Remedy>,
     /// Assumptions that the settings or the data do not decide.
     pub notes: Vec<String>,
@@ -101,14 +101,14 @@ pub struct PipelinePlan {
     pub seconds: Option<f64>,
 }
 
-/// The part of a model in a run.
+/// The role of a model in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The model of SFT, of reward training or of generation; the student of distillation.
     Model,
     /// The policy of PPO and DPO.
     Policy,
-    /// A value model of its own.
+    /// A separate value model.
     ValueModel,
     /// The model that the policy is compared with.
     ReferenceModel,
@@ -141,7 +141,7 @@ impl Serialize for Role {
 /// A model of a planned run.
 #[derive(Debug, Clone, Serialize)]
 pub struct PlannedModel {
-    /// Its part in the run.
+    /// Its role in the run.
     pub role: Role,
     /// Folder or name.
     pub name: String,
@@ -166,7 +166,7 @@ pub struct PlannedMemory {
     pub peak: usize,
     /// Name of the largest phase.
     pub peak_phase: &'static str,
-    /// Whether the peak is at most what is available.
+    /// Whether the peak is at most the available memory.
     pub fits: bool,
     /// The phases, in their order.
     pub phases: Vec<Phase>,
@@ -175,7 +175,7 @@ pub struct PlannedMemory {
 /// A phase of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PhaseKind {
-    /// Reading of the models, each of which is whole until it is divided over the ranks.
+    /// Loading of the models. Each is whole until it is divided over the ranks.
     Loading,
     /// Sampling of the responses.
     Rollout,
@@ -183,9 +183,9 @@ pub enum PhaseKind {
     Scoring,
     /// Forward and backward passes of a model, and its optimizer step.
     Step(Role),
-    /// Passes over the texts that the policy learns beside PPO or DPO.
+    /// Passes over the texts that the policy learns in addition to PPO or DPO.
     Texts,
-    /// The optimizer step of a model whose optimizer state is in memory for it alone.
+    /// The optimizer step of a model whose optimizer state is in memory only for the step.
     Moments(Role),
     /// Writing a checkpoint.
     Saving,
@@ -227,13 +227,13 @@ pub struct Phase {
     pub kind: PhaseKind,
     /// The program: libtorch, tokenizer, data.
     pub program: usize,
-    /// Weights, with copies in the dtype of products, and with what sharding gathers.
+    /// Weights, with their copies in the dtype of matrix products, and with the weights that sharding gathers.
     pub weights: usize,
     /// Gradients of trained parameters.
     pub gradients: usize,
     /// Moments of the optimizers, and a moving average of the policy.
     pub moments: usize,
-    /// Activations, and what is in use while a layer is computed.
+    /// Activations, and the tensors in use while a layer is computed.
     pub activations: usize,
     /// Keys and values of the responses that are sampled.
     pub cache: usize,
@@ -254,7 +254,7 @@ pub struct PlannedMicroBatch {
     pub longest_row: usize,
     /// Bytes of activations of a token.
     pub bytes_per_token: usize,
-    /// Most tokens whose activations fit beside the rest; `None` if the memory is not known, 0 if nothing fits.
+    /// Most tokens whose activations fit besides everything else; `None` if the memory is not known, 0 if nothing fits.
     pub largest: Option<usize>,
 }
 
@@ -265,7 +265,7 @@ pub struct PlannedWork {
     pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
-    /// Tokens of the rows of an update, of responses the most that they can have.
+    /// Tokens of the rows of an update. Responses count with the most tokens that they can have.
     pub tokens_per_update: f64,
     /// Operations of an update.
     pub flops_per_update: f64,
@@ -278,7 +278,7 @@ pub struct PlannedWork {
 /// Seconds of a run on this machine.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedTime {
-    /// Operations per second of forward and backward passes, in `generate` of passes over the prompts.
+    /// Operations per second of forward and backward passes; in `generate`, of passes over the prompts.
     pub flops_per_second: f64,
     /// Seconds in which a batch of responses gets its next token; 0 if nothing is sampled.
     pub seconds_per_token: f64,
@@ -309,7 +309,7 @@ pub struct Remedy {
     pub fits: bool,
 }
 
-/// Bytes that a program needs on a GPU beside its tensors: the context of CUDA and the workspaces of its libraries.
+/// Bytes that a program needs on a GPU besides its tensors: the CUDA context and the workspaces of its libraries.
 const CUDA_PROGRAM: usize = 700 << 20;
 
 /// Memory of code and library buffers that a run allocates and a plan does not, in bytes; measured.
@@ -391,7 +391,7 @@ impl PlannedRun {
     }
 }
 
-/// The device that a run is planned for; a GPU that is not here counts as one.
+/// The device that a run is planned for. The GPU need not exist on this machine.
 fn device_of(setting: rlhf_base::device::Device) -> Result<Device> {
     use rlhf_base::device::Device as Setting;
     match setting {
@@ -408,8 +408,8 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
     plan_with(run, options, &[])
 }
 
-/// Plans a pipeline: its stages in their order. A model that an earlier stage will write is taken to have the form of the one that the stage
-/// starts from, in f32.
+/// Plans a pipeline: its stages in order. A model that an earlier stage will write is assumed to have the architecture of the model that this
+/// stage starts from, in f32.
 ///
 /// # Errors
 /// As [`plan`], with the name of the stage.
@@ -425,13 +425,14 @@ pub fn generation(config: &GenerateConfig, options: &PlanOptions) -> Result<Plan
     generating::plan(config, options)
 }
 
-/// Refuses what PPO refuses before it loads weights, by its settings and the configurations of its models.
+/// Makes the checks of settings and model configurations that PPO makes before it loads weights.
 fn check_ppo(run: &PlannedRun, rewards: &[Spec], models: &Models) -> Result<()> {
     let PlannedRun::Ppo(config) = run else { return Ok(()) };
     ppo::check_eval_prompts(config)?;
     ppo::check_rewards(config, rewards.iter().map(Spec::name))?;
     ppo::check_reward_models(config, rewards, &config.sft_model_path)?;
-    let (most, shared) = (models.policy().num_hidden_layers - 1, config.legacy.num_shared_layers.unwrap_or(0));
+    let most = models.policy().num_hidden_layers - 1;
+    let shared = config.legacy.num_shared_layers.unwrap_or(0);
     if shared as i64 <= most || config.peft.use_peft {
         Ok(())
     } else {
@@ -442,7 +443,7 @@ fn check_ppo(run: &PlannedRun, rewards: &[Spec], models: &Models) -> Result<()> 
     }
 }
 
-/// [`plan`] of a run whose models may be those that earlier stages will write.
+/// [`plan`], of a run that may start from models that earlier stages will write.
 fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<Plan> {
     as_ranks(options.ranks * options.machines, || {
         let rewards = run.check()?;
@@ -485,10 +486,10 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
     })
 }
 
-/// Returns a warning if a run of this process needs more memory than there is: bytes that do not depend on its data. `None` if it fits, or
-/// if that is not known, as where a model is still to be downloaded.
+/// Returns a warning if a run of this process needs more memory than is available. Only the memory that does not depend on the data is counted.
+/// `None` if the run fits, or if that is not known, for example because a model is still to be downloaded.
 pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
-    let found = || -> Result<Option<String>> {
+    let warning_text = || -> Result<Option<String>> {
         let models = Models::find_local(run, &run.check()?)?;
         let machine = Machine::find(device_of(run.run().device)?, options);
         let rows = Rows::unread(run);
@@ -503,7 +504,7 @@ pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
             run.command(),
         )))
     };
-    found().ok().flatten()
+    warning_text().ok().flatten()
 }
 
 /// Memory and ranks of a machine.
@@ -512,8 +513,8 @@ struct Machine {
     device: Device,
     /// Number of ranks, of all machines.
     ranks: usize,
-    /// Number of ranks over which the rows of an update are divided: all, but for a remedy that adds ranks with rows of their own.
-    of_rows: usize,
+    /// Number of ranks over which the rows of an update are divided: all ranks, except in a remedy whose added ranks bring more rows.
+    row_ranks: usize,
     /// Bytes that a rank can have.
     available: Option<usize>,
     /// Bytes of a rank by which micro-batches are sized.
@@ -529,17 +530,17 @@ impl Machine {
         match device {
             Device::Cuda(number) => {
                 let available = options.memory.or_else(|| available_gpu_memory(number));
-                // As a run finds it: by CUDA, if there is a driver. Where `nvidia-smi` does not respond, it is not called again.
+                // A run asks CUDA for the memory, if there is a driver. If `nvidia-smi` does not respond, it is not called again.
                 load_ahead(rlhf_base::device::Device::Cuda(Some(number)));
                 let is_there = available.is_some() || tch_ext::is_cuda_loaded();
                 let whole = options.memory.or_else(|| is_there.then(|| memory(device)).flatten());
-                Self { device, ranks, of_rows: ranks, available, whole, program: CUDA_PROGRAM }
+                Self { device, ranks, row_ranks: ranks, available, whole, program: CUDA_PROGRAM }
             }
             _ => Self {
                 device,
                 ranks,
-                of_rows: ranks,
-                // The memory of this process is a part of the run's.
+                row_ranks: ranks,
+                // The memory that this process has counts as available to the run.
                 available: options.memory.or_else(|| Some(available_memory()? + resident()?)).map(|bytes| bytes / here),
                 whole: options.memory.or_else(whole_memory).map(|bytes| bytes / here),
                 program: resident().unwrap_or(0) + PROGRAM_LATER,
@@ -587,7 +588,7 @@ impl PipelinePlan {
     }
 }
 
-/// Share of the processors from which on their load changes what is measured.
+/// Load, as a share of the processors, from which on a measurement is disturbed.
 const LOADED: f64 = 0.5;
 
 /// Number of processors of this process.
@@ -595,7 +596,7 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Returns the note about times that were measured beside other programs: `loadavg` is the text of the file in `/proc`, from before.
+/// Returns a note if other programs ran during the measurement. `loadavg` is the text of `/proc/loadavg` from before it.
 fn load_note(loadavg: &str, processors: usize) -> Option<String> {
     let load: f64 = loadavg.split_whitespace().next()?.parse().ok()?;
     (load >= LOADED * processors as f64).then(|| {

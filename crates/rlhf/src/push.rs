@@ -20,8 +20,8 @@ pub struct PushReport {
     pub warning: Option<String>,
 }
 
-/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card, of a
-/// run its settings and metrics, and the files that `config.include` matches. `shows` long waits on standard error, and on a terminal a
+/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card, settings and
+/// metrics of a run, and the files that `config.include` matches. With `shows`, standard error has notes of long waits and, on a terminal, a
 /// progress bar for each large file.
 ///
 /// # Errors
@@ -37,8 +37,11 @@ pub fn push(config: &PushConfig, shows: bool) -> Result<PushReport> {
     check_secrets(dir, &files)?;
     let is_pushed = |name: &str| files.iter().any(|file| file.name().split('/').next() == Some(name));
     let left_out = names(dir)?.into_iter().filter(|name| !name.starts_with('.') && !is_pushed(name)).collect();
-    let (name, revision) = (config.name.clone(), config.revision.clone());
-    let to = Destination { name, revision, private: config.private.then_some(true) };
+    let to = Destination {
+        name: config.name.clone(),
+        revision: config.revision.clone(),
+        private: config.private.then_some(true),
+    };
     let repository = hub_with(config.hub_token.as_ref()).repository(&to)?;
     let pushed = repository.push(&files, config.commit_message.trim(), shows)?;
     let url = repository.commit_url(&pushed.commit);
@@ -81,7 +84,7 @@ fn matches(glob: &str, path: &str) -> bool {
     let glob: Vec<char> = glob.chars().chain(glob.ends_with('/').then_some('*')).collect();
     let path: Vec<char> = path.chars().collect();
     let (mut at, mut from) = (0, 0);
-    // The last `*`, and the start of the text behind what it matches.
+    // The last `*`, and the end of the text that it matches.
     let mut star = None;
     while from < path.len() {
         match glob.get(at) {

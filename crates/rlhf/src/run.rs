@@ -7,7 +7,7 @@
 //! | the output folder and its lock | `output_dir` |
 //! | checkpoints, the best model | `checkpoint`, `best` |
 //! | batch sizes over all ranks, of a checkpoint and of the run that resumes from it | `sizes` |
-//! | whether a resumed run reads the same inputs, in an environment with the same results | `inputs`, `environment` |
+//! | whether a resumed run has the same inputs and environment variables | `inputs`, `environment` |
 //! | the ranks and the console that the program hands to a run | `runtime` |
 //! | events, and where they go | `event`, `report`, `sinks`, `tensorboard` |
 //! | the turns of a response with tools, as all views show them | `turns` |

@@ -2,7 +2,7 @@
 //!
 //! Each command has a plain type, which flattens the groups of settings of the modules below; all of them are re-exported here.
 //! A field's name is the flag's name, the configuration file's key and, where TRL has the setting, TRL's name. Its doc comment is
-//! its `--help` text. Every default is written once, in the field's `arg` attribute: the constructors read it from there.
+//! its `--help` text. Every default is written once, in the field's `setting` attribute: the constructors read it from there.
 
 mod by_rows;
 mod chat;

@@ -146,16 +146,17 @@ pub fn clock(time: Duration) -> String {
 pub fn about(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     let units = [(60.0, 1.0, "s"), (3600.0, 60.0, "min"), (86_400.0, 3600.0, "h"), (f64::INFINITY, 86_400.0, "days")];
-    let found = units.into_iter().find(|(below, ..)| seconds < *below);
-    let (number, unit) = found.map_or((seconds, "s"), |(_, length, unit)| (seconds / length, unit));
+    let unit = units.into_iter().find(|(below, ..)| seconds < *below);
+    let (number, unit) = unit.map_or((seconds, "s"), |(_, length, unit)| (seconds / length, unit));
     if number < 9.95 { format!("{number:.1} {unit}") } else { format!("{number:.0} {unit}") }
 }
 
 /// Formats a time, in seconds since 1970 in UTC: `2026-11-27 09:15 UTC`.
 pub(crate) fn date(seconds: u64) -> String {
-    let (mut days, minutes) = (seconds / 86_400, seconds / 60 % 1440);
+    let mut days = seconds / 86_400;
+    let minutes = seconds / 60 % 1440;
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    // Whole cycles of the calendar at once: any number of seconds takes a few hundred steps.
+    // Whole cycles of the calendar are skipped at once, so any number of seconds takes a few hundred steps.
     let mut year = 1970 + 400 * (days / 146_097);
     days %= 146_097;
     while days >= 365 + u64::from(is_leap(year)) {
@@ -196,7 +197,8 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
     }
     let whole = format!("  {}", words.join(" "));
     let Some(width) = width.filter(|&width| measure_text_width(&whole) > width) else { return whole };
-    let (mut text, mut used) = (String::from(" "), 1);
+    let mut text = String::from(" ");
+    let mut used = 1;
     for (at, word) in words.iter().enumerate() {
         let columns = measure_text_width(word);
         // Two columns for the backslash; a flag stays on one line with its value.
@@ -217,8 +219,8 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
 /// The words of [`set_words`].
 static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// Sets the words of the command line, program name first, from which a run tells how it was started; by default those of the process.
-/// Only the first call has an effect.
+/// Sets the words of the command line, program name first, that a run records as its start. The default are the words of the process. Only
+/// the first call has an effect.
 pub fn set_words(words: Vec<OsString>) {
     let _ = WORDS.set(words);
 }
@@ -281,7 +283,8 @@ fn without_secrets(words: Vec<String>) -> Vec<String> {
 const PROGRAMS: [&str; 6] =
     ["reward", "reward_funcs", "reward_command", "reward_url", "report_to", "environment_factory"];
 
-/// Returns the settings of a run for others: without the arguments of programs, and the passwords and queries of addresses.
+/// Returns the settings of a run as others may see them: without the arguments of programs, and without the passwords and queries of
+/// addresses.
 pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Value> {
     let mut shown = settings.clone();
     for name in PROGRAMS {
@@ -300,7 +303,7 @@ pub(crate) fn without_programs(settings: &Map<String, Value>) -> Map<String, Val
     shown
 }
 
-/// Returns those values of a run's settings, each with the setting's name, of which [`without_programs`] leaves something out.
+/// Returns the values of a run's settings, each with the setting's name, that [`without_programs`] shortens.
 pub(crate) fn programs(settings: &Map<String, Value>) -> Vec<(&'static str, String)> {
     let texts = |name: &'static str| match settings.get(name) {
         Some(Value::String(text)) => vec![(name, text.clone())],
@@ -356,7 +359,8 @@ fn without_secret(flag: &str, value: &str) -> String {
     let user = rest[..host].rfind('@').map_or(0, |at| at + 1);
     let end = rest.find(['?', '#']).unwrap_or(rest.len());
     let hidden = |there: bool, text: &str| if there { text.to_string() } else { String::new() };
-    let (user_shown, query) = (hidden(user > 0, "...@"), hidden(end < rest.len(), "?..."));
+    let user_shown = hidden(user > 0, "...@");
+    let query = hidden(end < rest.len(), "?...");
     format!("{front}{user_shown}{}{query}", &rest[user..end.max(user)])
 }
 

@@ -1,4 +1,4 @@
-//! Reads the rows of Parquet files, which may be damaged or made to harm.
+//! Reads the rows of Parquet files, which may be damaged or malicious.
 
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
@@ -11,8 +11,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Bytes that the rows of a file may always take.
 const SMALL: u64 = 1 << 30;
 
-/// Maximum ratio of the bytes of the rows and of the file beyond that. A value that is repeated is stored once, so a long prompt that
-/// begins each row is far more than a compressed text's ratio.
+/// Maximum ratio of the bytes of the rows to those of the file, for larger rows. A repeated value is stored once, so a long prompt that begins
+/// each row gives a far larger ratio than compression of a text.
 const MAX_RATIO: u64 = 1000;
 
 /// Bytes of a value in memory, apart from its text or its parts.
@@ -21,9 +21,9 @@ const VALUE: u64 = size_of::<Field>() as u64;
 /// Calls `each` with the columns of every row of `file`, in order. Returns the entries of the file's metadata.
 ///
 /// # Errors
-/// If it is not valid Parquet, or its rows take far more memory than a file of its size should: in one line.
+/// A message of one line, if the file is not valid Parquet, or its rows take far more memory than a file of its size should.
 pub fn parquet_rows(file: File, each: impl FnMut(Vec<(String, Field)>)) -> Result<Vec<KeyValue>, String> {
-    let len = file.metadata().map_or(0, |found| found.len());
+    let len = file.metadata().map_or(0, |metadata| metadata.len());
     rows_within(file, SMALL.max(len.saturating_mul(MAX_RATIO)), each)
 }
 
@@ -48,7 +48,7 @@ fn rows_within(file: File, most: u64, mut each: impl FnMut(Vec<(String, Field)>)
             );
             return Err(ParquetError::External(message.into()));
         }
-        // A row is read whole before its size is known.
+        // The whole row is read before its size is known.
         let values = columns().map(|column| column.num_values().max(0) as u64);
         if values.fold(0, u64::saturating_add).saturating_mul(VALUE) > most {
             return Err(too_large());
@@ -85,7 +85,7 @@ fn unsupported(compression: Compression) -> Option<&'static str> {
     }
 }
 
-/// Returns the bytes of a value in memory, about.
+/// Returns the approximate number of bytes of a value in memory.
 fn size(field: &Field) -> u64 {
     let parts = match field {
         Field::Str(text) => text.len() as u64,
@@ -129,7 +129,7 @@ mod tests {
         let mut bytes = Vec::new();
         file.rewind().unwrap();
         file.read_to_end(&mut bytes).unwrap();
-        // In the footer, the codec is behind the path of the column: field 4, a number whose code is twice its value (1, Snappy).
+        // In the footer, the codec comes after the path of the column: field 4, a number that is stored as twice its value (1, Snappy).
         let codec = b"\x06prompt\x15\x02";
         let at = bytes.windows(codec.len()).position(|part| part == codec).unwrap() + codec.len() - 1;
         for (number, name) in [(2, "gzip"), (3, "LZO"), (4, "Brotli"), (5, "LZ4"), (7, "LZ4")] {
@@ -154,7 +154,7 @@ mod tests {
             (rows, done)
         };
         assert_eq!(read(20_000_000), (10_000, Ok(())));
-        // By the sizes of the rows, and by their number alone.
+        // Rows are refused for their sizes, and for their number alone.
         for (most, first) in [(2_000_000, 1..2000), (100_000, 0..1)] {
             let (rows, done) = read(most);
             let message =

@@ -93,7 +93,7 @@ impl Setting for OffloadPart {
 }
 
 impl OffloadConfig {
-    /// The parts, by all of their names.
+    /// The parts, from the settings of all names.
     fn parts(&self) -> Vec<OffloadPart> {
         let models = self.offload_reference_model || self.offload_reward_model;
         let others = [(self.offload_optimizer, OffloadPart::Optimizer), (models, OffloadPart::Models)];
@@ -105,7 +105,7 @@ impl OffloadConfig {
     }
 
     fn has(&self, part: OffloadPart) -> bool {
-        self.parts().iter().any(|own| [part, OffloadPart::All].contains(own))
+        self.parts().iter().any(|setting| [part, OffloadPart::All].contains(setting))
     }
 
     /// Returns whether the state of optimizers is offloaded.
@@ -118,13 +118,13 @@ impl OffloadConfig {
         self.has(OffloadPart::Models)
     }
 
-    /// Returns the place to which optimizer state is offloaded; none if it is not.
-    pub fn of_optimizer(&self, output_dir: &Path) -> Option<Offload> {
+    /// Returns the place to which optimizer state is offloaded; `None` if it is not.
+    pub fn optimizer_place(&self, output_dir: &Path) -> Option<Offload> {
         self.offloads_optimizer().then(|| self.place(output_dir))
     }
 
-    /// Returns the place to which frozen models are offloaded; none if they are not.
-    pub fn of_models(&self, output_dir: &Path) -> Option<Offload> {
+    /// Returns the place to which frozen models are offloaded; `None` if they are not.
+    pub fn models_place(&self, output_dir: &Path) -> Option<Offload> {
         self.offloads_models().then(|| self.place(output_dir))
     }
 

@@ -1,10 +1,10 @@
-//! Checks of values, and what they refuse.
+//! Checks of values, and the refusals that they return.
 
 use std::fmt::Display;
 
 use crate::{Error, Origin, Refusal, Result};
 
-/// Collects what is wrong with settings, so that all of it is reported at once and not one fault per run.
+/// Collects the errors in the settings, so that all of them are reported at once.
 #[derive(Debug, Default)]
 pub struct Refusals {
     refused: Vec<Refused>,
@@ -12,14 +12,14 @@ pub struct Refusals {
     about: Vec<String>,
     /// Settings that the user has written.
     written: Vec<Written>,
-    /// Settings that the command calls otherwise than the checks.
+    /// Settings that have another name in the command than in the checks.
     renames: &'static [(&'static str, &'static str)],
 }
 
 #[derive(Debug)]
 struct Refused {
     refusal: Refusal,
-    /// Whether the message has the place already.
+    /// Whether the message already says where the setting is written.
     is_placed: bool,
 }
 
@@ -42,25 +42,26 @@ impl Refusals {
         self.about.iter().any(|about| about == name)
     }
 
-    /// Returns an empty collection for the settings of the section `section` of a file, which are written as `section.name`, and those
-    /// above the sections: consequences of what is refused here are not refused there either.
+    /// Returns an empty collection for the settings of the section `section` of a file, which are written as `section.name`, and for the
+    /// settings above the sections. Consequences of settings that are refused here are not refused there again.
     pub fn of_section(&self, section: &str) -> Self {
-        let mut own = Self { about: self.about.clone(), renames: self.renames, ..Self::default() };
+        let mut section_refusals = Self { about: self.about.clone(), renames: self.renames, ..Self::default() };
         let name = |written: &str| written.rsplit('.').next().unwrap_or_default().to_string();
-        let in_section = |written: &&Written| written.setting.split_once('.').is_some_and(|(of, _)| of == section);
+        let in_section =
+            |written: &&Written| written.setting.split_once('.').is_some_and(|(prefix, _)| prefix == section);
         let above = self.written.iter().filter(|written| !written.setting.contains('.'));
         for written in above.chain(self.written.iter().filter(in_section)) {
-            own.call(&name(&written.setting), &name(&written.name), written.origin.clone());
+            section_refusals.call(&name(&written.setting), &name(&written.name), written.origin.clone());
         }
-        own
+        section_refusals
     }
 
-    /// Adds one line, complete with its place, which refuses the settings `about`; the first is the one to change.
+    /// Adds one line that refuses the settings `about`; the first is the one to change. The line already says where they are written.
     pub fn refuse(&mut self, line: impl Into<String>, about: impl IntoIterator<Item = impl Into<String>>) {
         self.refuse_at(Origin::Unset, line, about);
     }
 
-    /// Adds one line about what is written at `origin`, which refuses the settings `about`; the first is the one to change.
+    /// Adds one line about the text at `origin` that refuses the settings `about`; the first is the one to change.
     pub fn refuse_at(
         &mut self,
         origin: Origin,
@@ -74,18 +75,18 @@ impl Refusals {
         self.about.extend(about);
     }
 
-    /// Adds one line that refuses `setting`; its place is the one where the setting is written.
+    /// Adds one line that refuses `setting`. The place where the setting is written is added to it.
     pub fn say(&mut self, setting: &str, line: impl Into<String>) {
         self.push(Refusal::of_setting(Some(setting), line));
     }
 
-    /// Adds a refusal, though others may be about its setting.
+    /// Adds a refusal, even if its setting is refused already.
     pub fn push(&mut self, refusal: Refusal) {
         self.about.extend(refusal.settings().map(String::from));
         self.refused.push(Refused { refusal, is_placed: false });
     }
 
-    /// Adds the refusals of `checked`, except for lines that name a setting refused already: these follow from it.
+    /// Adds the refusals of `checked`, except lines that name a setting that is refused already, as they are consequences of that.
     ///
     /// # Errors
     /// If it is an error of another kind than [`Error::Usage`] and [`Error::Refused`].
@@ -106,12 +107,12 @@ impl Refusals {
         Ok(())
     }
 
-    /// Makes the setting `name` one that is refused already, as a consequence of another refusal.
+    /// Marks the setting `name` as refused already, as a consequence of another refusal.
     pub fn about_too(&mut self, name: &str) {
         self.about.push(name.into());
     }
 
-    /// Has the refusals of checks, as [`Refusals::add`] adds them, name settings as the command does: pairs of a name and the command's.
+    /// Makes the refusals that [`Refusals::add`] adds use the command's names of settings: pairs of a name and the command's name.
     pub fn rename(&mut self, renames: &'static [(&'static str, &'static str)]) {
         self.renames = renames;
     }
@@ -121,26 +122,27 @@ impl Refusals {
         renamed(text, self.renames)
     }
 
-    /// Makes refusals of `setting` begin with `name`, by which the user has written it, and say where.
+    /// Makes refusals of `setting` begin with `name`, as the user has written it, and say where it is written.
     pub fn call(&mut self, setting: &str, name: &str, origin: Origin) {
         self.written.retain(|written| written.setting != setting);
         self.written.push(Written { setting: setting.into(), name: name.into(), origin });
     }
 
-    /// Makes refusals of `setting` begin with the name of `other`, which is written and stands for it, and say where that is. With
-    /// `own_name` they keep the setting's own name, as its value is another one.
-    pub fn call_as(&mut self, setting: &str, other: &str, own_name: bool) {
+    /// Makes refusals of `setting` begin with the name of `other`, which the user has written in its place, and say where that is written. With
+    /// `keeps_name` they begin with the setting's own name, because its value differs from that of `other`.
+    pub fn call_as(&mut self, setting: &str, other: &str, keeps_name: bool) {
         if let Some(written) = self.written.iter().find(|written| written.setting == other) {
-            let name = if own_name { setting.to_string() } else { written.name.clone() };
+            let name = if keeps_name { setting.to_string() } else { written.name.clone() };
             self.call(setting, &name, written.origin.clone());
         }
     }
 
-    /// Returns the refusal by the names that the user has written, with the place of the first of its settings that is written; in a file, if
+    /// Returns the refusal with the names that the user has written, and the place of the first of its settings that is written; in a file, if
     /// one of them is.
     fn as_written(&self, refusal: Refusal, is_placed: bool) -> Refusal {
-        let of = |setting: Option<&str>| self.written.iter().find(|written| Some(written.setting.as_str()) == setting);
-        let (first, second) = (of(refusal.setting()), of(refusal.other()));
+        let find_written =
+            |setting: Option<&str>| self.written.iter().find(|written| Some(written.setting.as_str()) == setting);
+        let (first, second) = (find_written(refusal.setting()), find_written(refusal.other()));
         let refusal = match first {
             Some(first) => refusal.named(&first.name),
             None => refusal,
@@ -170,7 +172,7 @@ impl Refusals {
         if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
     }
 
-    /// Returns the collection again, to name and place settings in the errors of their run by [`Refusals::told`].
+    /// Returns the collection for later use: [`Refusals::told`] adds names and places of settings to the errors of the run.
     ///
     /// # Errors
     /// As [`Refusals::end`].
@@ -178,7 +180,7 @@ impl Refusals {
         if self.is_empty() { Ok(self) } else { self.end().map(|()| Self::default()) }
     }
 
-    /// Returns an error of a run with these settings: one that refuses settings names them as the user has, with their places.
+    /// Returns an error of a run with these settings. Settings that it refuses are named as the user has written them, with their places.
     pub fn told(&self, error: Error) -> Error {
         let told =
             |refusal: Refusal| self.as_written(refusal.map_message(|message| renamed(&message, self.renames)), false);
@@ -198,17 +200,17 @@ pub fn all<const N: usize>(checks: [Result<()>; N]) -> Result<()> {
     refusals.end()
 }
 
-/// The setting whose name is a word of English.
+/// The setting whose name is also an English word.
 const ENGLISH: &str = "reward";
 
-/// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced where it is a word by itself, and
-/// not a part of a path; `reward`, which is a word of English too, only in backticks and before a value.
+/// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced if it is a word by itself and not part
+/// of a path. `reward`, which is also an English word, is replaced only in backticks and before a value.
 pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
     let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let mut renamed = String::new();
     let mut rest = text;
     while let Some(start) = rest.find(|c: char| c.is_ascii_alphabetic()) {
-        // A word starts at its first character that is none of a path.
+        // The word starts after the last character that cannot be part of a path.
         let start = rest[..start]
             .rfind(|c: char| !is_part(c))
             .map_or(0, |at| at + rest[at..].chars().next().map_or(1, char::len_utf8));
@@ -236,7 +238,7 @@ fn names(line: &str, name: &str) -> bool {
     line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
 }
 
-/// Refuses settings that have no name, or all of them.
+/// Refuses the settings as a whole, or something that has no name.
 pub fn usage<T>(message: impl Into<String>) -> Result<T> {
     Err(Error::Usage(message.into()))
 }
@@ -246,12 +248,12 @@ pub fn refuse<T>(name: &str, rest: impl Display) -> Result<T> {
     Err(Error::refused(name, rest))
 }
 
-/// Refuses the setting `name`, or `other`, with which it does not go together; `rest` follows the name in the message.
+/// Refuses the setting `name` together with `other`: either may be changed. `rest` follows the name in the message.
 pub fn exclude<T>(name: &str, other: &str, rest: impl Display) -> Result<T> {
     Err(Error::Refused(vec![Refusal::new(name, rest).or_of(other)]))
 }
 
-/// Refuses `name = found` unless `holds`.
+/// Refuses `name = value` unless `holds`.
 pub fn expect(holds: bool, name: &str, value: impl Display, expected: &str) -> Result<()> {
     if holds { Ok(()) } else { refuse(name, format!(" = {value}: expected {expected}")) }
 }
@@ -293,7 +295,7 @@ mod tests {
         refusals.call("kl_coef", "beta", origin.clone());
         refusals.add(refuse("kl_coef", " = -1: expected more")).unwrap();
         refusals.refuse("kl_coef = -1: expected more", ["kl_coef"]);
-        // It names a setting that is refused already.
+        // The line names a setting that is refused already.
         refusals.add(refuse("adap_kl_ctrl", " = true with kl_coef = 0")).unwrap();
         refusals.add(refuse("kl_coef_end", " = 1: expected less")).unwrap();
         let refused = refusals.end().unwrap_err().refusals();
@@ -343,10 +345,10 @@ mod tests {
         let error = Error::refused("output_dir", " = o: expected a new folder");
         assert_eq!(written.told(error).to_string(), "run.yaml:1: output_dir = o: expected a new folder");
         assert_eq!(written.told(Error::Run("x".into())).to_string(), "x");
-        let mut own = written.of_section("ppo");
-        own.add(all([refuse("kl_coef", " = -1: no"), refuse("output_dir", " = o: no")])).unwrap();
+        let mut section = written.of_section("ppo");
+        section.add(all([refuse("kl_coef", " = -1: no"), refuse("output_dir", " = o: no")])).unwrap();
         let expected = "run.yaml:4: init_kl_coef = -1: no\nrun.yaml:1: output_dir = o: no";
-        assert_eq!(own.end().unwrap_err().to_string(), expected);
+        assert_eq!(section.end().unwrap_err().to_string(), expected);
     }
 
     #[test]

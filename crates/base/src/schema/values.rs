@@ -199,7 +199,7 @@ pub fn optional<T: Setting>(text: &str) -> Result<Option<T>, String> {
     }
 }
 
-/// Accepts any text, an empty one too.
+/// Accepts any text, including an empty one.
 ///
 /// # Errors
 /// None.
@@ -269,8 +269,8 @@ impl Setting for ByteSize {
 
 /// A JSON object, such as `{"wandb": {"entity": "team"}}`.
 ///
-/// Text that is no JSON object is accepted, and its error left to the check of the setting: an error of the parser would show
-/// the text, which may hold a secret.
+/// Text that is no JSON object is accepted here, and refused by the check of the setting: an error of the parser would show the text, which
+/// may hold a secret.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JsonObject(Result<Map<String, Value>, String>);
 

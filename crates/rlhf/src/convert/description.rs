@@ -6,7 +6,7 @@ use rlhf_lm::gguf::{Gguf, Value as Meta};
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-/// Factors of the angles for longer texts, as Llama 3.1 and later have them; they are not in the metadata.
+/// The tensor with the factors of the rotary angles for longer texts, of Llama 3.1 and later. They are not in the metadata.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// Settings of an architecture that are read, or change nothing.
@@ -39,8 +39,8 @@ pub(super) const EMBEDDING_SCALE: &str = "embedding_scale";
 pub(super) const RESIDUAL_SCALE: &str = "residual_scale";
 pub(super) const LOGIT_SCALE: &str = "logit_scale";
 /// Number of tokens that LFM2's convolutions read.
-pub(super) const CACHE_OF_CONV: &str = "shortconv.l_cache";
-const OF_GRANITE: [&str; 4] = [ATTENTION_SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGIT_SCALE];
+pub(super) const CONV_CACHE: &str = "shortconv.l_cache";
+const GRANITE_SCALES: [&str; 4] = [ATTENTION_SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGIT_SCALE];
 
 /// A model as its file describes it.
 #[derive(Debug)]
@@ -80,7 +80,8 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     };
     let settings = Settings { file, architecture };
     settings.check_known()?;
-    let (heads, hidden) = (settings.size("attention.head_count")?, settings.size("embedding_length")?);
+    let heads = settings.size("attention.head_count")?;
+    let hidden = settings.size("embedding_length")?;
     let (kv_heads, layer_types) = settings.key_heads(heads)?;
     let head_dim = settings.head_dim(hidden, heads)?;
     let embedding = file.tensors().get("token_embd.weight").map(|entry| entry.shape[0]);
@@ -119,7 +120,7 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     if architecture == "lfm2" {
         config.extend([
             ("norm_eps".into(), json!(eps)),
-            ("conv_L_cache".into(), json!(settings.size(CACHE_OF_CONV)?)),
+            ("conv_L_cache".into(), json!(settings.size(CONV_CACHE)?)),
             ("conv_bias".into(), json!(false)),
             ("block_auto_adjust_ff_dim".into(), json!(false)),
         ]);
@@ -145,13 +146,13 @@ impl Settings<'_> {
     /// Refuses settings that might change what the model computes.
     fn check_known(&self) -> Result<()> {
         let prefix = self.key("");
-        let own = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
-        let is_own = |name: &str| match self.architecture {
-            "granite" => OF_GRANITE.contains(&name),
-            "lfm2" => name == CACHE_OF_CONV,
+        let names = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
+        let is_extra = |name: &str| match self.architecture {
+            "granite" => GRANITE_SCALES.contains(&name),
+            "lfm2" => name == CONV_CACHE,
             _ => false,
         };
-        match own.clone().find(|name| !KNOWN.contains(name) && !is_own(name)) {
+        match names.clone().find(|name| !KNOWN.contains(name) && !is_extra(name)) {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
@@ -162,7 +163,7 @@ impl Settings<'_> {
         }
     }
 
-    /// An integer from 1, at most 2^28; `None` if the key is not set.
+    /// An integer from 0 to 2^28; `None` if the key is not set.
     fn optional(&self, name: &str) -> Result<Option<i64>> {
         let key = self.key(name);
         match self.file.integer(&key)? {
@@ -181,9 +182,10 @@ impl Settings<'_> {
         }
     }
 
-    /// The number of key heads, and the kinds of the layers where a file has it for each: layers without key heads have convolutions.
+    /// The number of key heads, and the kinds of the layers if the file has a number for each layer: layers without key heads have convolutions.
     fn key_heads(&self, heads: i64) -> Result<(i64, Option<Value>)> {
-        let (name, key) = ("attention.head_count_kv", self.key("attention.head_count_kv"));
+        let name = "attention.head_count_kv";
+        let key = self.key(name);
         if self.architecture != "lfm2" || !matches!(self.file.metadata().get(&key), Some(Meta::Integers(_))) {
             return Ok((self.optional(name)?.unwrap_or(heads), None));
         }
@@ -232,7 +234,7 @@ impl Settings<'_> {
         Ok(head_dim)
     }
 
-    /// The scaling of rotary angles, and the tensors that it is made of.
+    /// The scaling of rotary angles, and the tensors that it was read from.
     fn rope_scaling(&self, head_dim: i64, theta: f64) -> Result<(Option<Value>, Vec<&'static str>)> {
         if self.file.tensors().contains_key(ROPE_FACTORS) {
             return Ok((Some(self.llama3(head_dim, theta)?), vec![ROPE_FACTORS]));
@@ -265,8 +267,8 @@ impl Settings<'_> {
     fn llama3(&self, head_dim: i64, theta: f64) -> Result<Value> {
         const LOW: f64 = 1.0;
         const HIGH: f64 = 4.0;
-        let found = Vec::<f32>::try_from(self.file.read(ROPE_FACTORS, Kind::Float)?.f_view([-1])?)?;
-        let largest = found.iter().copied().fold(1.0, f32::max);
+        let factors = Vec::<f32>::try_from(self.file.read(ROPE_FACTORS, Kind::Float)?.f_view([-1])?)?;
+        let largest = factors.iter().copied().fold(1.0, f32::max);
         let expected = |original: f64, at: usize| {
             let frequency = theta.powf(-2.0 * at as f64 / head_dim as f64);
             let turns = original * frequency / std::f64::consts::TAU;
@@ -274,8 +276,8 @@ impl Settings<'_> {
             1.0 / (fast + (1.0 - fast) / f64::from(largest))
         };
         let fits = |original: &f64| {
-            let near = |(at, &found): (usize, &f32)| (f64::from(found) / expected(*original, at) - 1.0).abs() < 1e-3;
-            found.len() as i64 == head_dim / 2 && found.iter().enumerate().all(near)
+            let near = |(at, &factor): (usize, &f32)| (f64::from(factor) / expected(*original, at) - 1.0).abs() < 1e-3;
+            factors.len() as i64 == head_dim / 2 && factors.iter().enumerate().all(near)
         };
         // Powers of two from 64 to 2^20.
         let original = (6..=20).map(|power| f64::from(1 << power)).find(fits).ok_or_else(|| {
@@ -298,7 +300,7 @@ impl Settings<'_> {
             [only] => json!(only),
             _ => json!(ends),
         };
-        // Without a token: null, as transformers' classes have defaults of their own.
+        // Null if there is no token, because without an entry transformers' classes would use their own defaults.
         let (bos, pad) = (json!(id("bos")?), json!(id("padding")?));
         let ids = [("bos_token_id", bos), ("pad_token_id", pad), ("eos_token_id", ends)];
         let ids = Map::from_iter(ids.map(|(name, id)| (name.to_string(), id)));

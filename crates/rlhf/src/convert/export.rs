@@ -2,7 +2,7 @@
 
 mod tokens;
 
-use super::description::{ATTENTION_SCALE, CACHE_OF_CONV, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
+use super::description::{ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
 use crate::settings::{ConvertConfig, GgufType};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
@@ -20,8 +20,8 @@ const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// Writes the model in the folder `config.file` to `out`. Returns the number of tensors.
 ///
 /// # Errors
-/// If the folder holds no model of a supported family, or a tokenizer whose rules llama.cpp has no name for; if the file exists. No file is
-/// left then.
+/// If the folder holds no model of a supported family, or a tokenizer whose rules have no name in llama.cpp; if the file exists. No incomplete
+/// file is left then.
 pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     let dir = config.file.as_path();
     if out.exists() {
@@ -36,8 +36,8 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     metadata.extend(tokens::describe(dir, model.config())?);
     let factors = rope_factors(model.config());
     let params = model.params();
-    let of = |param: &Param| spec(&param.name, param.tensor.size(), model.config(), config.outtype);
-    let mut tensors: Vec<GgufTensor> = params.iter().map(of).collect::<Result<_>>()?;
+    let tensor_spec = |param: &Param| spec(&param.name, param.tensor.size(), model.config(), config.outtype);
+    let mut tensors: Vec<GgufTensor> = params.iter().map(tensor_spec).collect::<Result<_>>()?;
     tensors.extend(factors.as_ref().map(|factors| GgufTensor {
         name: ROPE_FACTORS.into(),
         shape: factors.size(),
@@ -47,7 +47,7 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
         Some(param) => in_order(param, model.config()),
         None => Ok(factors.as_ref().expect("only they come after the parameters").shallow_clone()),
     };
-    // A file that was begun is no model.
+    // An incomplete file is removed.
     write(out, &metadata, &tensors, &mut read).inspect_err(|_| drop(std::fs::remove_file(out)))?;
     Ok(tensors.len())
 }
@@ -84,7 +84,7 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The metadata of the model, without those of its tokenizer, in the order of llama.cpp's converter.
+/// The metadata of the model, without that of its tokenizer, in the order of llama.cpp's converter.
 fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(String, Value)>> {
     let architecture = config.family.name;
     let size = |n: i64| Value::Integer(n);
@@ -95,7 +95,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
     let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_str()?.to_string()));
     all.extend(name.map(|name| ("general.name".to_string(), Value::Text(name))));
     let rope = &config.ropes[0];
-    let mut of_model = vec![
+    let mut model_keys = vec![
         ("block_count", size(config.num_hidden_layers)),
         ("context_length", size(config.max_position_embeddings as i64)),
         ("embedding_length", size(config.hidden_size)),
@@ -112,12 +112,12 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
     match &rope.scaling {
         // Llama 3.1's factors are a tensor.
         RopeScaling::Default | RopeScaling::Llama3 { .. } => {}
-        RopeScaling::Linear { factor } => of_model.extend([
+        RopeScaling::Linear { factor } => model_keys.extend([
             ("rope.scaling.type", Value::Text("linear".into())),
             ("rope.scaling.factor", Value::Number(*factor)),
         ]),
         RopeScaling::Yarn { factor, original, .. } if is_usual_yarn(&rope.scaling) => {
-            of_model.extend([
+            model_keys.extend([
                 ("rope.scaling.type", Value::Text("yarn".into())),
                 ("rope.scaling.factor", Value::Number(*factor)),
                 ("rope.scaling.original_context_length", size(*original as i64)),
@@ -129,18 +129,18 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
         }
     }
     if let Some(Mixing::ShortConv { kernel, .. }) = config.mixing {
-        of_model.push((CACHE_OF_CONV, size(kernel)));
+        model_keys.push((CONV_CACHE, size(kernel)));
     }
     if architecture == "granite" {
-        of_model.extend([
+        model_keys.extend([
             (ATTENTION_SCALE, Value::Number(config.attention_scale)),
             (EMBEDDING_SCALE, Value::Number(config.embedding_scale)),
             (RESIDUAL_SCALE, Value::Number(config.branch_scale)),
-            // llama.cpp divides by it.
+            // llama.cpp divides the logits by this scale.
             (LOGIT_SCALE, Value::Number(1.0 / config.lm_head_scale)),
         ]);
     }
-    all.extend(of_model.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
+    all.extend(model_keys.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
     all.push(("general.file_type".into(), size(outtype.file_type())));
     if outtype.is_quantized() {
         all.push(("general.quantization_version".into(), size(2)));
@@ -148,7 +148,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
     Ok(all)
 }
 
-/// The number of key heads; where some layers have convolutions, that of each layer, with 0 for those.
+/// The number of key heads. If some layers have convolutions, a number for each layer, 0 for these layers.
 fn key_heads(config: &ModelConfig) -> Value {
     let heads = config.num_key_value_heads;
     match config.mixing {
@@ -157,7 +157,7 @@ fn key_heads(config: &ModelConfig) -> Value {
     }
 }
 
-/// Whether all settings of YaRN but those in the metadata are the usual ones.
+/// Whether all settings of YaRN that the metadata lacks have their usual values.
 fn is_usual_yarn(scaling: &RopeScaling) -> bool {
     let RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, .. } = scaling else {
         return false;
@@ -167,13 +167,13 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
 }
 
 /// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
-fn spec(own_name: &str, mut shape: Vec<i64>, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
-    let is_convolution = super::is_convolution(own_name);
+fn spec(param_name: &str, mut shape: Vec<i64>, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
+    let is_convolution = super::is_convolution(param_name);
     if is_convolution {
         shape.remove(1);
     }
-    let name = gguf_name(own_name, config.family.name)
-        .ok_or_else(|| Error::Run(format!("tensor `{own_name}`: llama.cpp has no name for it")))?;
+    let name = gguf_name(param_name, config.family.name)
+        .ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
     let wanted = if outtype == GgufType::Q4KM { in_mix(&name, config) } else { outtype.stored() };
     let stored = match shape.as_slice() {
         [_, width] if !is_convolution => wanted.of_rows(*width),
@@ -201,17 +201,20 @@ fn in_mix(name: &str, config: &ModelConfig) -> Stored {
 
 /// The name in a GGUF file of a tensor of a model folder.
 fn gguf_name(name: &str, architecture: &str) -> Option<String> {
-    if let Some((whole, _)) = super::roots_of(architecture).into_iter().find(|(_, own)| *own == name) {
+    if let Some((whole, _)) =
+        super::root_tensors(architecture).into_iter().find(|(_, folder_part)| *folder_part == name)
+    {
         return Some(whole.into());
     }
     let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
     let (part, end) = rest.rsplit_once('.')?;
-    // OLMo 2's norms are those of the outputs.
-    let of_output = architecture == "olmo2";
-    let own = super::parts_of(architecture).iter().find(|(gguf, own)| {
-        *own == part && (*own != "post_attention_layernorm" || (*gguf == "post_attention_norm") == of_output)
+    // OLMo 2 normalizes the outputs of attention and MLP.
+    let norms_outputs = architecture == "olmo2";
+    let folder_part = super::layer_parts(architecture).iter().find(|(gguf, folder_part)| {
+        *folder_part == part
+            && (*folder_part != "post_attention_layernorm" || (*gguf == "post_attention_norm") == norms_outputs)
     });
-    own.map(|(gguf, _)| format!("blk.{layer}.{gguf}.{end}"))
+    folder_part.map(|(gguf, _)| format!("blk.{layer}.{gguf}.{end}"))
 }
 
 /// A parameter with the rows of queries and keys in llama.cpp's order.
@@ -288,11 +291,11 @@ mod tests {
             let path = Path::new("config.json");
             let config = ModelConfig::from_json(path, config.as_object().unwrap().clone()).unwrap();
             let tensors = ModelSizes::shapes_of_causal_lm(&config, path).unwrap();
-            let bytes_of = |(name, shape)| {
+            let tensor_bytes = |(name, shape)| {
                 let name: String = name;
                 spec(&name, shape, &config, GgufType::Q4KM).unwrap().bytes()
             };
-            assert_eq!(tensors.into_iter().map(bytes_of).sum::<u64>(), bytes, "{}", config.family.name);
+            assert_eq!(tensors.into_iter().map(tensor_bytes).sum::<u64>(), bytes, "{}", config.family.name);
         }
     }
 }

@@ -11,7 +11,7 @@ pub(super) const CONTROL: i64 = 3;
 pub(super) const USER_DEFINED: i64 = 4;
 pub(super) const UNUSED: i64 = 5;
 
-/// Maximum size of a token that merges make, in bytes; far above SentencePiece's, and small enough that each of its divisions is tried.
+/// Maximum size in bytes of a token that is made by merges: far above SentencePiece's, and small enough to try each of its divisions.
 const LONGEST_MERGED: usize = 512;
 
 /// SentencePiece's space.
@@ -71,7 +71,7 @@ pub(super) struct Split {
     pub(super) normalizer: Value,
     /// Steps of the division into words.
     pub(super) steps: Value,
-    /// Whether a word that is a token is that token, whatever the merges.
+    /// Whether a word that is itself a token becomes that token without merges.
     ignore_merges: bool,
     /// Whether a text starts with the bos token, if the file does not say.
     adds_bos: bool,

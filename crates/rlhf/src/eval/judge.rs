@@ -53,7 +53,7 @@ pub(super) struct Pair<'a> {
     pub(super) row: &'a Value,
 }
 
-/// The better one of the two responses of a pair.
+/// The better response of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Preference {
     First,
@@ -104,7 +104,8 @@ impl PairJudge {
         };
         Ok(match (&config.judge_command, &config.judge_url) {
             (Some(command), _) => {
-                let (program, retries) = (RestartedProgram::new(command), Retries::default());
+                let program = RestartedProgram::new(command);
+                let retries = Retries::default();
                 let files = program_files(command);
                 Some(Self::Program(Box::new(ProgramJudge { program, retry, retries, asked: 0, echoes: None, files })))
             }
@@ -121,7 +122,7 @@ impl PairJudge {
         }
     }
 
-    /// Sets what receives a warning of the first retry.
+    /// Sets the function that receives a warning of the first retry.
     pub(super) fn warn_by(&mut self, warn: Warn) {
         let retries = match self {
             Self::Program(program) => &mut program.retries,
@@ -141,7 +142,7 @@ impl PairJudge {
     /// Ends a program, after its last pair.
     ///
     /// # Errors
-    /// If it has written a verdict too many: then earlier ones may be those of other pairs.
+    /// If it has written a verdict too many, so that earlier verdicts may be those of other pairs.
     pub(super) fn finish(&mut self) -> Result<()> {
         let Self::Program(program) = self else { return Ok(()) };
         let is_reply = |line: &[u8]| is_verdict(&String::from_utf8_lossy(line));
@@ -156,12 +157,12 @@ impl PairJudge {
         }
     }
 
-    /// Whether a verdict too many has been found, after which the judge gives none.
+    /// Whether the judge has written a verdict too many, after which it gives no more verdicts.
     pub(super) fn is_misplaced(&self) -> bool {
         matches!(self, Self::Program(program) if program.program.is_misplaced())
     }
 
-    /// Whether verdicts could be those of other pairs if one too many is found: not those with the `id` of their pair.
+    /// Whether verdicts could be those of other pairs if there is one too many: not if they have the `id` of their pair.
     pub(super) fn may_shift(&self) -> bool {
         matches!(self, Self::Program(program) if program.echoes != Some(true))
     }
@@ -183,7 +184,7 @@ pub(super) struct ProgramJudge {
     retries: Retries,
     /// Number of pairs so far; the `id` of the last one.
     asked: u64,
-    /// Whether its verdicts repeat the `id` of their pair; none before the first.
+    /// Whether its verdicts repeat the `id` of their pair; `None` before the first verdict.
     echoes: Option<bool>,
     /// Its files, with their contents.
     files: Vec<(String, Vec<u8>)>,
@@ -204,13 +205,13 @@ impl ProgramJudge {
         let outcome = if outcome.is_ok() { self.check_echo(&reply, id).and(outcome) } else { outcome };
         outcome.inspect_err(|no_verdict| {
             if no_verdict.failed {
-                // It may be an extra line, after which all verdicts would be those of other pairs.
+                // The line may be an extra one, after which all verdicts would be those of other pairs.
                 self.program.end();
             }
         })
     }
 
-    /// Checks that either all verdicts repeat the `id` of their pair, or none does: one without it may be another pair's.
+    /// Checks that either all verdicts repeat the `id` of their pair, or none does. A verdict without it may be another pair's.
     fn check_echo(&mut self, line: &str, id: u64) -> Result<(), NoVerdict> {
         let has_id = id_in(line).is_some();
         if *self.echoes.get_or_insert(has_id) == has_id {
@@ -231,21 +232,21 @@ fn id_in(line: &str) -> Option<Value> {
     serde_json::from_str::<Value>(line).ok()?.get("id").filter(|id| !id.is_null()).cloned()
 }
 
-/// Reads a line for the pair `id`: `{"winner": "a"}`, or the value of `winner` alone, as JSON or as it is. A line that is neither a
+/// Reads a line for the pair `id`: `{"winner": "a"}`, or the value of `winner` alone, as JSON or as plain text. A line that is neither a
 /// verdict nor null is a failure.
 fn read_line(line: &str, id: u64) -> Outcome {
     let value: Value = serde_json::from_str(line).unwrap_or_else(|_| Value::from(line.trim()));
     let winner = value.get("winner").unwrap_or(&value);
-    let is_of_pair = value.get("id").is_none_or(|found| *found == id);
+    let is_this_pair = value.get("id").is_none_or(|value_id| *value_id == id);
     match winner.as_str().map(|winner| winner.trim().to_ascii_lowercase()).as_deref() {
-        Some("a") if is_of_pair => Ok(Preference::First),
-        Some("b") if is_of_pair => Ok(Preference::Second),
-        Some("tie") if is_of_pair => Ok(Preference::Tie),
-        None if is_of_pair && winner.is_null() => {
+        Some("a") if is_this_pair => Ok(Preference::First),
+        Some("b") if is_this_pair => Ok(Preference::Second),
+        Some("tie") if is_this_pair => Ok(Preference::Tie),
+        None if is_this_pair && winner.is_null() => {
             Err(NoVerdict { reason: "the judge gave none (null)".into(), failed: false })
         }
         _ => {
-            let id = if is_of_pair { String::new() } else { format!(" with \"id\": {id}") };
+            let id = if is_this_pair { String::new() } else { format!(" with \"id\": {id}") };
             let expected = format!("{{\"winner\": \"a\"}}, \"b\" or \"tie\"{id} on standard output");
             nonsense(&expected, line).map_err(|no_verdict| NoVerdict { failed: true, ..no_verdict })
         }
@@ -276,7 +277,7 @@ impl ChatJudge {
         let base = base.trim_end_matches('/');
         let path =
             if base.ends_with("/chat/completions") { base.to_string() } else { format!("{base}/chat/completions") };
-        // A malformed address is refused as it was given.
+        // A malformed address is passed on unchanged, so that the error shows it as the user wrote it.
         let full = match query {
             _ if !url.contains("://") || base.ends_with(':') => url.to_string(),
             Some(query) => format!("{path}?{query}"),
@@ -284,8 +285,8 @@ impl ChatJudge {
         };
         let variable =
             |name: &str| std::env::var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty());
-        let of_openai = || if url.starts_with(OPENAI) { variable(OPENAI_KEY) } else { None };
-        let key = variable(KEY).or_else(of_openai);
+        let openai_key = || if url.starts_with(OPENAI) { variable(OPENAI_KEY) } else { None };
+        let key = variable(KEY).or_else(openai_key);
         Ok(Self {
             client: Client::new("judge_url", &full, key, KEY, retry.timeout)?,
             model: config.judge_model.clone().unwrap_or_default(),
@@ -336,11 +337,11 @@ impl ChatJudge {
         let text = self.retry.run(&self.retries, || self.client.post(&body))?;
         let reply: Value = serde_json::from_str(&text).unwrap_or_default();
         let expected = match reply["choices"][0]["finish_reason"].as_str() {
-            // A model that reasons first needs more tokens than its verdict has.
+            // A model that reasons first needs more tokens than those of its verdict.
             Some("length") => "A, B or tie before judge_max_tokens end the reply",
             _ => "A, B or tie",
         };
-        // The key is removed before the text is shortened: one that is cut in two would not be found.
+        // The key is removed before the text is shortened: a key that is cut in two would not be found.
         match reply["choices"][0]["message"]["content"].as_str() {
             Some(content) => read_reply(content).map_or_else(|| nonsense(expected, &self.client.clean(content)), Ok),
             // A model that reasons first may have no text yet.
@@ -367,7 +368,8 @@ fn read_template(path: &Path) -> Result<String> {
 
 /// Replaces the fields of a template. The texts of the pair are inserted as they are: fields in them are not replaced.
 fn fill(template: &str, pair: &Pair<'_>) -> String {
-    let (mut filled, mut rest) = (String::new(), template);
+    let mut filled = String::new();
+    let mut rest = template;
     while let Some(at) = rest.find('{') {
         let (before, from) = rest.split_at(at);
         filled += before;

@@ -20,7 +20,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// Settings and digests of the inputs, by which an evaluation that was cut is recognized.
+/// The file with the settings and the digests of the inputs, from which an evaluation that was cut is recognized.
 const STATE: &str = "evaluation.json";
 /// The settings, for `--config`.
 const CONFIG: &str = "config.yaml";
@@ -110,7 +110,7 @@ impl ResultRow {
 
 /// A response to be judged.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Given {
+pub(super) struct ResponseRecord {
     /// Without special tokens.
     pub(super) text: String,
     /// Token ids of the model's own tokenizer, the stop token included.
@@ -128,7 +128,7 @@ struct Responses {
     model: Side,
     /// Digest of the row of the dataset.
     row: String,
-    responses: Vec<Given>,
+    responses: Vec<ResponseRecord>,
 }
 
 /// The folder of an evaluation, and what is in it.
@@ -136,17 +136,18 @@ pub(super) struct Store {
     dir: PathBuf,
     responses: File,
     results: File,
-    given: BTreeMap<(Side, usize), Vec<Given>>,
+    /// Responses of each model to each prompt.
+    stored: BTreeMap<(Side, usize), Vec<ResponseRecord>>,
     /// Rows of the prompts that have been judged, with or without a verdict.
     rows: BTreeMap<usize, Vec<ResultRow>>,
-    /// Differences of the judge from the one of earlier verdicts.
+    /// Differences between the judge and that of earlier verdicts.
     judge_changes: Vec<String>,
     _lock: FolderLock,
 }
 
 impl Store {
-    /// Opens the folder of an evaluation, or creates it. `sampled` is the sampling of each model, for its record; `dataset` has the
-    /// digests of its rows.
+    /// Opens the folder of an evaluation, or creates it. `sampled` is the sampling of each model, which is recorded; `dataset` has the
+    /// digests of the dataset's rows.
     ///
     /// # Errors
     /// If the folder holds anything else, or an evaluation with other settings, models or rows and `overwrite_output_dir` is not set;
@@ -170,16 +171,18 @@ impl Store {
             }
             Some(state) => {
                 // Before the files are read: lines with another number of samples would be removed.
-                check_state(config, &inputs.without(is_of_judge), state)?;
+                check_state(config, &inputs.without(decides_verdicts), state)?;
                 earlier = Earlier::read(dir, samples)?;
-                check_rows(dir, &earlier.given, dataset)?;
+                check_rows(dir, &earlier.responses, dataset)?;
             }
             None => check_empty(dir)?,
         }
-        let Earlier { given, rows } = earlier;
-        // A judge may be mended: only its earlier verdicts are those of another one.
+        let Earlier { responses, rows } = earlier;
+        // The judge may change, for example after it was repaired. Its earlier verdicts are then those of another judge.
         let judge_changes = match &state {
-            Some(state) if has_verdicts(&rows) => inputs.without(|name| !is_of_judge(name)).changed(&state["inputs"]),
+            Some(state) if has_verdicts(&rows) => {
+                inputs.without(|name| !decides_verdicts(name)).changed(&state["inputs"])
+            }
             _ => Vec::new(),
         };
         let (lock, _) = lock.create(dir, true)?;
@@ -192,7 +195,7 @@ impl Store {
             });
             write_text(&dir.join(STATE), &pretty(&state))?;
         }
-        let given = given.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
+        let stored = responses.into_iter().map(|line| ((line.model, line.index), line.responses)).collect();
         let open = |name: &str| {
             let path = dir.join(name);
             OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io("create", &path))
@@ -201,7 +204,7 @@ impl Store {
             dir: dir.into(),
             responses: open(RESPONSES)?,
             results: open(RESULTS)?,
-            given,
+            stored,
             rows,
             judge_changes,
             _lock: lock,
@@ -215,7 +218,7 @@ impl Store {
     pub(super) fn forget(&mut self, indices: &[usize]) -> Result<()> {
         self.rows.retain(|index, _| !indices.contains(index));
         let path = self.dir.join(RESULTS);
-        let lines: Vec<String> = self.rows.values().flatten().map(line_of).collect();
+        let lines: Vec<String> = self.rows.values().flatten().map(json_line).collect();
         write_text(&path, &lines.concat())?;
         self.results = OpenOptions::new().append(true).open(&path).map_err(Error::io("open", &path))?;
         Ok(())
@@ -223,11 +226,11 @@ impl Store {
 
     /// Returns the indices below `count` of the prompts without responses of this model.
     pub(super) fn without_response(&self, side: Side, count: usize) -> Vec<usize> {
-        (0..count).filter(|&index| !self.given.contains_key(&(side, index))).collect()
+        (0..count).filter(|&index| !self.stored.contains_key(&(side, index))).collect()
     }
 
-    /// Returns the indices below `count` of the prompts to judge: first those that never were, then those with a row without a
-    /// verdict. With `most`, they and all earlier attempts are at most as many.
+    /// Returns the indices below `count` of the prompts to judge: first those that were never judged, then those with a row without a
+    /// verdict. With `most`, the result is limited so that it and all earlier attempts together are at most `most`.
     pub(super) fn to_judge(&self, count: usize, most: Option<usize>) -> Vec<usize> {
         let missing = (0..count).filter(|index| !self.rows.contains_key(index));
         let is_undecided = |(index, rows): (&usize, &Vec<ResultRow>)| {
@@ -238,24 +241,30 @@ impl Store {
         missing.chain(self.rows.iter().filter_map(is_undecided)).take(left).collect()
     }
 
-    /// Returns the differences of the judge from the one of earlier verdicts, one message for each of its inputs.
+    /// Returns the differences between the judge and that of earlier verdicts, one message for each of its inputs.
     pub(super) fn judge_changes(&self) -> &[String] {
         &self.judge_changes
     }
 
     /// Returns the responses of a model to a prompt; none before [`Store::add_responses`].
-    pub(super) fn responses(&self, side: Side, index: usize) -> &[Given] {
-        self.given.get(&(side, index)).map_or(&[], Vec::as_slice)
+    pub(super) fn responses(&self, side: Side, index: usize) -> &[ResponseRecord] {
+        self.stored.get(&(side, index)).map_or(&[], Vec::as_slice)
     }
 
     /// Stores the responses of a model to a prompt, whose row has the digest `row`.
     ///
     /// # Errors
     /// If they cannot be written.
-    pub(super) fn add_responses(&mut self, side: Side, index: usize, row: &str, responses: Vec<Given>) -> Result<()> {
+    pub(super) fn add_responses(
+        &mut self,
+        side: Side,
+        index: usize,
+        row: &str,
+        responses: Vec<ResponseRecord>,
+    ) -> Result<()> {
         let line = Responses { index, model: side, row: row.to_string(), responses };
         append(&mut self.responses, &self.dir.join(RESPONSES), &[&line])?;
-        self.given.insert((side, index), line.responses);
+        self.stored.insert((side, index), line.responses);
         Ok(())
     }
 
@@ -294,7 +303,7 @@ impl Store {
     /// # Errors
     /// If a file cannot be written.
     pub(super) fn finish(&self, summary: &impl Serialize) -> Result<()> {
-        let lines: Vec<String> = self.rows.values().flatten().map(line_of).collect();
+        let lines: Vec<String> = self.rows.values().flatten().map(json_line).collect();
         write_text(&self.dir.join(RESULTS), &lines.concat())?;
         let summary = serde_json::to_value(summary).map_err(|e| Error::Run(format!("{SUMMARY}: {e}")))?;
         write_text(&self.dir.join(SUMMARY), &pretty(&summary))
@@ -304,14 +313,14 @@ impl Store {
 /// The responses and rows of an evaluation that was cut.
 #[derive(Default)]
 struct Earlier {
-    given: Vec<Responses>,
+    responses: Vec<Responses>,
     rows: BTreeMap<usize, Vec<ResultRow>>,
 }
 
 impl Earlier {
     fn read(dir: &Path, samples: usize) -> Result<Self> {
         Ok(Self {
-            given: read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?,
+            responses: read_lines(&dir.join(RESPONSES), |line: &Responses| line.responses.len() == samples)?,
             rows: read_results(&dir.join(RESULTS), samples)?,
         })
     }
@@ -322,16 +331,16 @@ fn has_verdicts(rows: &BTreeMap<usize, Vec<ResultRow>>) -> bool {
     rows.values().flatten().any(|row| row.was_judged() && row.is_decided())
 }
 
-/// Returns whether an input decides verdicts and no responses.
-fn is_of_judge(name: &str) -> bool {
+/// Returns whether an input decides only verdicts, and no responses.
+fn decides_verdicts(name: &str) -> bool {
     name == "judge_template" || name.starts_with("reward ")
 }
 
-/// Returns the date of chat templates of the evaluation in the folder that the settings name, or that of now if it starts there.
+/// Returns the date of chat templates of the evaluation in `output_dir`, or today's if a new evaluation starts there.
 ///
 /// # Errors
 /// If the folder has a file that is no evaluation.
-pub(super) fn date_of(config: &EvaluateConfig) -> Result<String> {
+pub(super) fn chat_template_date(config: &EvaluateConfig) -> Result<String> {
     let state = if config.overwrite_output_dir { None } else { read_state(&config.output_dir)? };
     Ok(state.and_then(|state| date_in(&state["inputs"])).unwrap_or_else(date_now))
 }
@@ -359,7 +368,8 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
     let another = "choose another output_dir, or set overwrite_output_dir = true to replace it";
     let now = serde_json::to_value(config).map_err(|e| Error::Run(format!("the settings: {e}")))?;
     let none = Map::new();
-    let (now, then) = (now.as_object().unwrap_or(&none), state["settings"].as_object().unwrap_or(&none));
+    let now = now.as_object().unwrap_or(&none);
+    let then = state["settings"].as_object().unwrap_or(&none);
     let is_same = |name: &str, then: &Value, now: &Value| {
         // The rows of a dataset are compared one by one.
         let is_dataset = name == "dataset_name" && now.as_str().is_some_and(|now| Path::new(now).exists());
@@ -392,8 +402,8 @@ fn check_state(config: &EvaluateConfig, inputs: &Inputs, state: &Value) -> Resul
 }
 
 /// Checks that the rows of the dataset with responses are as they were; `rows` are their digests now.
-fn check_rows(dir: &Path, given: &[Responses], rows: &[String]) -> Result<()> {
-    let changed = given.iter().filter(|line| rows.get(line.index).is_some_and(|now| *now != line.row));
+fn check_rows(dir: &Path, responses: &[Responses], rows: &[String]) -> Result<()> {
+    let changed = responses.iter().filter(|line| rows.get(line.index).is_some_and(|now| *now != line.row));
     let Some(index) = changed.map(|line| line.index).min() else { return Ok(()) };
     Err(Error::invalid(
         dir,
@@ -405,7 +415,7 @@ fn check_rows(dir: &Path, given: &[Responses], rows: &[String]) -> Result<()> {
     ))
 }
 
-/// Checks that a folder is new or empty, but for what an evaluation leaves that was killed at its start.
+/// Checks that a folder is new or empty, except for the leftovers of an evaluation that was killed at its start.
 fn check_empty(dir: &Path) -> Result<()> {
     if dir.is_file() {
         return Err(Error::invalid(dir, "output_dir: expected a folder or nothing, found a file"));
@@ -436,14 +446,15 @@ fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Reads the lines of a JSONL file that are complete and `kept`, and removes the others from it. No file has no lines.
+/// Reads the lines of a JSONL file that are complete and that `kept` accepts, and removes the others from it. A missing file has no lines.
 fn read_lines<T: DeserializeOwned>(path: &Path, kept: impl Fn(&T) -> bool) -> Result<Vec<T>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
     let bytes = files::read(path)?;
     let text = String::from_utf8_lossy(&bytes);
-    let (mut rows, mut lines) = (Vec::new(), String::new());
+    let mut rows = Vec::new();
+    let mut lines = String::new();
     for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
         if let Some(row) = serde_json::from_str(line).ok().filter(&kept) {
             rows.push(row);
@@ -461,7 +472,7 @@ fn attempts(rows: &[ResultRow]) -> usize {
     rows.iter().map(|row| row.attempts).max().unwrap_or(0)
 }
 
-/// Reads the results: the prompts that have rows for all samples. The last row of a sample is the one that counts.
+/// Reads the results of the prompts that have rows for all samples. The last row of a sample counts.
 fn read_results(path: &Path, samples: usize) -> Result<BTreeMap<usize, Vec<ResultRow>>> {
     let mut prompts: BTreeMap<usize, BTreeMap<usize, ResultRow>> = BTreeMap::new();
     for row in read_lines(path, |row: &ResultRow| row.sample < samples)? {
@@ -471,13 +482,13 @@ fn read_results(path: &Path, samples: usize) -> Result<BTreeMap<usize, Vec<Resul
     Ok(prompts.into_iter().map(|(index, rows)| (index, rows.into_values().collect())).collect())
 }
 
-/// Appends lines in one write, so that a kill leaves at most one that is incomplete, the last.
+/// Appends lines in one write, so that a kill leaves at most one incomplete line, the last.
 fn append(file: &mut File, path: &Path, rows: &[impl Serialize]) -> Result<()> {
-    let lines: String = rows.iter().map(line_of).collect();
+    let lines: String = rows.iter().map(json_line).collect();
     file.write_all(lines.as_bytes()).map_err(Error::io("write", path))
 }
 
-fn line_of(row: &impl Serialize) -> String {
+fn json_line(row: &impl Serialize) -> String {
     let mut line = serde_json::to_string(row).expect("rows serialize to JSON");
     line.push('\n');
     line

@@ -2,7 +2,7 @@
 
 use super::judge::NoVerdict;
 use super::responses::encode;
-use super::results::{Given, ResultRow, Store, Verdict};
+use super::results::{ResponseRecord, ResultRow, Store, Verdict};
 use super::{MOST_FAILURES, Side, Task};
 use crate::data::{Episode, Prompt};
 use crate::reward::{RewardInput, Rewards, ScoreUse};
@@ -11,7 +11,7 @@ use rlhf_lm::generate::FinishReason;
 use serde_json::Value;
 use std::cmp::Ordering;
 
-/// Rewards that score responses, as in PPO: token ids of the tokenizer of the model that is evaluated.
+/// Rewards that score responses, as in PPO. They read token ids of the tokenizer of the model that is evaluated.
 pub(super) struct Scorer {
     pub(super) rewards: Rewards,
     /// Whether the token ids of the other model are of another tokenizer.
@@ -31,11 +31,18 @@ struct Scored<'a> {
 }
 
 impl<'a> Scored<'a> {
-    /// A response of a model whose token ids are those of the rewards.
-    fn of(given: &'a Given, prompt: &'a Prompt) -> Self {
-        let episode = given.episode.as_ref();
+    /// A response of a model that has the token ids that the rewards read.
+    fn of(response: &'a ResponseRecord, prompt: &'a Prompt) -> Self {
+        let episode = response.episode.as_ref();
         let prompt = episode.map_or(prompt, |episode| &episode.prompt);
-        Self { prompt, row: &prompt.row, text: &given.text, ids: given.ids.clone(), finish: given.finish, episode }
+        Self {
+            prompt,
+            row: &prompt.row,
+            text: &response.text,
+            ids: response.ids.clone(),
+            finish: response.finish,
+            episode,
+        }
     }
 
     fn input(&self) -> RewardInput<'_> {
@@ -52,8 +59,8 @@ impl<'a> Scored<'a> {
 }
 
 impl Scorer {
-    /// Scores the responses to the prompts `indices`, whose `rows` get scores and winners: the greater score wins, equal scores are a
-    /// tie.
+    /// Scores the responses to the prompts `indices`, and sets scores and winners of their `rows`: the greater score wins, equal scores
+    /// are a tie.
     pub(super) fn score(
         &mut self,
         task: &Task,
@@ -65,17 +72,19 @@ impl Scorer {
         // Number of responses of both sides to each prompt.
         let mut counts = Vec::new();
         for &index in indices {
-            let (own, other) = (self.own(task, store, index), self.other(task, store, index)?);
-            counts.push([own.len(), other.len()]);
-            responses.extend(own.into_iter().chain(other));
+            let evaluated = self.evaluated(task, store, index);
+            let compared = self.compared(task, store, index)?;
+            counts.push([evaluated.len(), compared.len()]);
+            responses.extend(evaluated.into_iter().chain(compared));
         }
         let scores = self.scores(&responses)?;
-        let (mut scores, mut rows) = (scores.as_slice(), rows.iter_mut());
-        for [own, other] in counts {
-            let (of_prompt, rest) = scores.split_at(own + other);
-            let (own, other) = of_prompt.split_at(own);
-            for (sample, (score, row)) in own.iter().zip(rows.by_ref()).enumerate() {
-                set_scores(row, score, other.get(sample).or(other.first()));
+        let mut scores = scores.as_slice();
+        let mut rows = rows.iter_mut();
+        for [evaluated, compared] in counts {
+            let (prompt_scores, rest) = scores.split_at(evaluated + compared);
+            let (evaluated, compared) = prompt_scores.split_at(evaluated);
+            for (sample, (score, row)) in evaluated.iter().zip(rows.by_ref()).enumerate() {
+                set_scores(row, score, compared.get(sample).or(compared.first()));
             }
             scores = rest;
         }
@@ -83,13 +92,14 @@ impl Scorer {
     }
 
     /// Returns the responses of the model that is evaluated.
-    fn own<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Vec<Scored<'a>> {
-        store.responses(Side::A, index).iter().map(|given| Scored::of(given, &task.prompts[index])).collect()
+    fn evaluated<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Vec<Scored<'a>> {
+        store.responses(Side::A, index).iter().map(|response| Scored::of(response, &task.prompts[index])).collect()
     }
 
-    /// Returns the responses that are compared with them.
-    fn other<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Result<Vec<Scored<'a>>> {
-        let (prompt, row) = (&task.prompts[index], &task.prompts[index].row);
+    /// Returns the responses to compare them with.
+    fn compared<'a>(&self, task: &'a Task, store: &'a Store, index: usize) -> Result<Vec<Scored<'a>>> {
+        let prompt = &task.prompts[index];
+        let row = &prompt.row;
         let encoded = |text: &'a str, episode: Option<&'a Episode>, finish: FinishReason| -> Result<Scored<'a>> {
             let turns = episode.map(|episode| episode.messages.as_slice());
             let ids = encode(&task.tokenizer, prompt, (text, turns), finish)?;
@@ -98,18 +108,18 @@ impl Scorer {
         if let Some(texts) = &task.references {
             return Ok(vec![encoded(&texts[index], None, FinishReason::Stop)?]);
         }
-        let scored = |given: &'a Given| {
+        let scored = |response: &'a ResponseRecord| {
             if self.other_ids {
-                encoded(&given.text, given.episode.as_ref(), given.finish)
+                encoded(&response.text, response.episode.as_ref(), response.finish)
             } else {
-                Ok(Scored::of(given, prompt))
+                Ok(Scored::of(response, prompt))
             }
         };
         store.responses(Side::B, index).iter().map(scored).collect()
     }
 
-    /// Returns the score of each response. Where the rewards fail for all of them, scores one by one, so that one response takes no
-    /// score from the others.
+    /// Returns the score of each response. If the rewards fail for all of them together, the responses are scored one by one, so that one bad
+    /// response costs only its own score.
     fn scores(&mut self, responses: &[Scored<'_>]) -> Result<Vec<Result<f64, NoVerdict>>> {
         let inputs: Vec<RewardInput<'_>> = responses.iter().map(Scored::input).collect();
         let mut score = |inputs: &[RewardInput<'_>]| -> Result<Vec<Result<f64, NoVerdict>>> {
@@ -124,9 +134,10 @@ impl Scorer {
             Err(error @ (Error::Run(_) | Error::Reward { .. })) => return Ok(vec![Err(failed(error))]),
             scored => return scored,
         }
-        let (mut found, mut in_a_row) = (Vec::with_capacity(inputs.len()), 0);
+        let mut outcomes = Vec::with_capacity(inputs.len());
+        let mut in_a_row = 0;
         for input in inputs.chunks(1) {
-            let scored = match found.last() {
+            let scored = match outcomes.last() {
                 // The evaluation will end.
                 Some(Err(NoVerdict { reason, .. })) if in_a_row >= MOST_FAILURES => {
                     Err(Error::Run(String::clone(reason)))
@@ -136,24 +147,24 @@ impl Scorer {
             match scored {
                 Ok(scores) => {
                     in_a_row = 0;
-                    found.extend(scores);
+                    outcomes.extend(scores);
                 }
                 Err(error @ (Error::Run(_) | Error::Reward { .. })) => {
                     in_a_row += 1;
-                    found.push(Err(failed(error)));
+                    outcomes.push(Err(failed(error)));
                 }
                 Err(error) => return Err(error),
             }
         }
-        Ok(found)
+        Ok(outcomes)
     }
 }
 
 /// Sets the scores of a row, and the winner if there is another score.
-fn set_scores(row: &mut ResultRow, own: &Result<f64, NoVerdict>, other: Option<&Result<f64, NoVerdict>>) {
-    row.score_a = own.as_ref().ok().copied();
-    row.score_b = other.and_then(|score| score.as_ref().ok().copied());
-    let failed = own.as_ref().err().or(other.and_then(|score| score.as_ref().err()));
+fn set_scores(row: &mut ResultRow, evaluated: &Result<f64, NoVerdict>, compared: Option<&Result<f64, NoVerdict>>) {
+    row.score_a = evaluated.as_ref().ok().copied();
+    row.score_b = compared.and_then(|score| score.as_ref().ok().copied());
+    let failed = evaluated.as_ref().err().or(compared.and_then(|score| score.as_ref().err()));
     failed.into_iter().for_each(|no_verdict| row.set_no_verdict(no_verdict.clone()));
     if let (Some(a), Some(b)) = (row.score_a, row.score_b) {
         row.winner = Some(match a.total_cmp(&b) {

@@ -27,30 +27,32 @@ pub fn mean(values: &[f64]) -> f64 {
 ///
 /// The draws depend on `seed` and on the number of values only.
 pub fn bootstrap_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
-    let mean_of = |draws: &[usize]| Some(draws.iter().map(|&at| values[at]).sum::<f64>() / values.len() as f64);
-    interval(values.len(), seed, mean_of)
+    let resample_mean = |draws: &[usize]| Some(draws.iter().map(|&at| values[at]).sum::<f64>() / values.len() as f64);
+    interval(values.len(), seed, resample_mean)
 }
 
-/// Returns a 95 % interval of the mean of `values` between 0 and 1: of the bootstrap, or Wilson's score interval where all values are
-/// equal, of which resamples show no uncertainty. `None` for no values.
+/// Returns a 95 % interval of the mean of `values` between 0 and 1: the bootstrap interval, or Wilson's score interval if all values are
+/// equal, as resamples of equal values show no uncertainty. `None` for no values.
 pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
     let result = bootstrap_interval(values, seed)?;
     if values.iter().any(|value| *value != values[0]) {
         return Some(result);
     }
-    let (count, share, z2) = (values.len() as f64, values[0], NORMAL_QUANTILE.powi(2));
+    let count = values.len() as f64;
+    let share = values[0];
+    let z2 = NORMAL_QUANTILE.powi(2);
     let center = share + z2 / (2.0 * count);
     let half = NORMAL_QUANTILE * (share * (1.0 - share) / count + z2 / (4.0 * count * count)).sqrt();
     let [low, high] = [center - half, center + half].map(|x| (x / (1.0 + z2 / count)).clamp(0.0, 1.0));
-    // Rounding must not keep a limit from itself.
+    // The limits of the shares 0 and 1 are exact, whatever the rounding.
     Some([if share == 0.0 { 0.0 } else { low }, if share == 1.0 { 1.0 } else { high }])
 }
 
 /// Returns the 95 % percentile bootstrap interval of [`length_controlled_win_rate`] over prompts, each with the outcomes and
 /// differences in length of its pairs, from the same draws as [`bootstrap_interval`].
 ///
-/// A resample of wins alone counts as 1 and one of losses alone as 0, their limits. `None` for no prompts, if more than 5 % of the
-/// resamples have no finite fit, and if all have the same.
+/// A resample of wins alone counts as 1 and one of losses alone as 0, the limits of the win rate. `None` for no prompts, if more than 5 % of
+/// the resamples have no finite fit, and if all resamples have the same win rate.
 pub fn length_controlled_interval(prompts: &[Vec<(f64, f64)>], seed: u64) -> Option<[f64; 2]> {
     let result = interval(prompts.len(), seed, |draws| {
         let pairs = || draws.iter().flat_map(|&at| &prompts[at]).copied();
@@ -137,9 +139,13 @@ fn fit(outcomes: &[f64], features: &[f64]) -> Option<[f64; 2]> {
         let (mut ga, mut gb, mut haa, mut hab, mut hbb) = (0.0, 0.0, 0.0, 0.0, 0.0);
         for (y, x) in outcomes.iter().zip(features) {
             let p = sigmoid(at[0] + at[1] * x);
-            let (error, weight) = (y - p, p * (1.0 - p));
-            (ga, gb) = (ga + error, gb + error * x);
-            (haa, hab, hbb) = (haa + weight, hab + weight * x, hbb + weight * x * x);
+            let error = y - p;
+            let weight = p * (1.0 - p);
+            ga += error;
+            gb += error * x;
+            haa += weight;
+            hab += weight * x;
+            hbb += weight * x * x;
         }
         let determinant = haa * hbb - hab * hab;
         let step = [(hbb * ga - hab * gb) / determinant, (haa * gb - hab * ga) / determinant];
@@ -149,7 +155,8 @@ fn fit(outcomes: &[f64], features: &[f64]) -> Option<[f64; 2]> {
         if step.iter().all(|x| x.abs() < TOLERANCE) {
             return Some(at);
         }
-        let (before, mut scale) = (likelihood(at), 1.0);
+        let before = likelihood(at);
+        let mut scale = 1.0;
         let moved = |scale: f64| [at[0] + scale * step[0], at[1] + scale * step[1]];
         while scale > 1e-6 && likelihood(moved(scale)) < before - 1e-12 * before.abs() {
             scale /= 2.0;
@@ -266,7 +273,7 @@ mod tests {
 
     #[test]
     fn a_longer_response_that_wins_by_its_length_has_no_advantage_at_equal_length() {
-        // Of equally long pairs each side wins half; the longer response wins 3 of 4.
+        // Each side wins half of the equally long pairs; the longer response wins 3 of 4.
         let rows = [(1.0, 0.0), (0.0, 0.0), (1.0, 9.0), (1.0, 9.0), (1.0, 9.0), (0.0, 9.0)];
         near(mean(&rows.map(|(outcome, _)| outcome)), 2.0 / 3.0, 1e-12);
         // Two groups and two coefficients: the fit is exact, and sigmoid(a) is the share of the first group.
@@ -303,7 +310,7 @@ mod tests {
         let separated = [(1.0, 5.0), (1.0, 7.0), (0.0, -3.0), (0.0, -9.0)];
         assert_eq!(length_controlled_win_rate(separated), None, "separated");
         assert_eq!(length_controlled_win_rate([]), None);
-        // Without a difference in length it is the plain one.
+        // Without a difference in length it is the plain win rate.
         assert_eq!(length_controlled_win_rate([1.0, 0.0, 1.0, 1.0].map(|outcome| (outcome, 0.0))), Some(0.75));
         assert_eq!(length_controlled_win_rate([(1.0, 0.0)]), Some(1.0));
         // No pair is of equal length.

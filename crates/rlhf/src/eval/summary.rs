@@ -111,11 +111,11 @@ impl Summary {
             mean_length: length(&|row| Some(row.length_a)),
             scores: scores(&decided, |row| row.score_a, threshold, about.seed),
         };
-        let of_b = |row: &ResultRow| row.score_b.filter(|_| !about.is_column || row.sample == 0);
+        let score_b = |row: &ResultRow| row.score_b.filter(|_| !about.is_column || row.sample == 0);
         let b = about.names[1].clone().map(|name| SideSummary {
             name,
             mean_length: length(&|row| row.length_b),
-            scores: scores(&decided, of_b, threshold, about.seed),
+            scores: scores(&decided, score_b, threshold, about.seed),
         });
         Some(Self {
             judge: about.judge,
@@ -131,7 +131,7 @@ impl Summary {
 }
 
 impl About {
-    /// Returns the score from which a response is right, if scores tell.
+    /// Returns the score from which on a response is right, if the scores tell that.
     fn threshold(&self, rows: &[&ResultRow]) -> Option<f64> {
         let mut scores = rows.iter().flat_map(|row| [row.score_a, row.score_b]).flatten();
         self.pass_score.or_else(|| scores.all(|score| score == 0.0 || score == 1.0).then_some(1.0))
@@ -178,10 +178,12 @@ fn scores(
     let prompts = by_prompt(rows, score);
     let means: Vec<f64> = prompts.iter().map(|scores| mean(scores)).collect();
     let first = *means.first()?;
-    let mean_score_interval = match means.iter().all(|mean| *mean == first) {
-        true if first == 0.0 || first == 1.0 => share_interval(&means, seed).filter(|_| threshold == Some(1.0)),
-        true => None,
-        false => bootstrap_interval(&means, seed),
+    let mean_score_interval = if means.iter().any(|mean| *mean != first) {
+        bootstrap_interval(&means, seed)
+    } else if first == 0.0 || first == 1.0 {
+        share_interval(&means, seed).filter(|_| threshold == Some(1.0))
+    } else {
+        None
     };
     let right = |threshold: f64| {
         let right = |scores: &Vec<f64>| scores.iter().filter(|score| **score >= threshold).count();
@@ -192,14 +194,14 @@ fn scores(
     let most = counts.iter().map(|(samples, _)| *samples).max().unwrap_or(0);
     let powers = std::iter::successors(Some(1), |k| Some(k * 2)).take_while(|k| *k < most);
     let pass = |k: usize| {
-        let found: Vec<f64> = counts.iter().filter_map(|&(samples, right)| pass_at_k(samples, right, k)).collect();
-        (k, mean(&found))
+        let values: Vec<f64> = counts.iter().filter_map(|&(samples, right)| pass_at_k(samples, right, k)).collect();
+        (k, mean(&values))
     };
     Some(ScoreSummary {
         mean_score: mean(&means),
         mean_score_interval,
         share_right: threshold.map(|_| mean(&counts.iter().map(share).collect::<Vec<_>>())),
-        // One response has no more than its share.
+        // With one response, pass@1 is the share of right responses.
         pass_at_k: if most > 1 { powers.chain([most]).map(pass).collect() } else { BTreeMap::new() },
     })
 }
@@ -269,12 +271,12 @@ mod tests {
         ];
         let rows: Vec<&ResultRow> = rows.iter().collect();
         let summary = Summary::new(about(true, 1), &rows).unwrap();
-        let found = summary.comparison.unwrap();
-        assert_eq!((found.wins, found.ties, found.losses, found.inconsistent), (2, 1, 1, 1));
-        assert_eq!((found.win_rate, summary.no_verdict), (0.625, 1));
-        let [low, high] = found.win_rate_interval;
+        let comparison = summary.comparison.unwrap();
+        assert_eq!((comparison.wins, comparison.ties, comparison.losses, comparison.inconsistent), (2, 1, 1, 1));
+        assert_eq!((comparison.win_rate, summary.no_verdict), (0.625, 1));
+        let [low, high] = comparison.win_rate_interval;
         assert!((0.0..0.625).contains(&low) && high > 0.625 && high <= 1.0, "{low} {high}");
-        assert!(found.length_controlled_win_rate.is_some());
+        assert!(comparison.length_controlled_win_rate.is_some());
         assert!(summary.a.scores.is_none());
         assert_eq!(Summary::new(about(true, 1), &rows[4..]), None);
     }

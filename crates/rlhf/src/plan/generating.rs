@@ -48,22 +48,22 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
     let device = super::device_of(config.rows.compute.device)?;
     let run = Generation::read(config, Machine::find(device, options))?;
     let compute = &config.rows.compute;
-    let own = Choice {
+    let settings = Choice {
         dtype: compute.dtype.kind(),
         quantization: compute.quantization.quantization(),
         batch_size: config.rows.batch_size,
     };
-    let memory = run.memory(own)?;
+    let memory = run.memory(settings)?;
     let (work, decoded) = run.work();
-    let compute = run.compute(own);
+    let compute = run.compute(settings);
     let time = if options.calibrate && device == Device::Cpu {
         rlhf_base::device::use_threads(config.rows.compute.num_threads);
-        Some(run.time(own, &work, decoded)?)
+        Some(run.time(settings, &work, decoded)?)
     } else {
         None
     };
-    let held = run.held(own)?;
-    let (weights, parameters) = (held.share_of(1) + held.copies, held.parameters);
+    let footprint = run.footprint(settings)?;
+    let (weights, parameters) = (footprint.share_of(1) + footprint.copies, footprint.parameters);
     let name = config.model_name_or_path.display().to_string();
     let model = PlannedModel { role: Role::Model, name, parameters, trained: 0, weights, gradients: 0, moments: 0 };
     Ok(Plan {
@@ -72,7 +72,7 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
         device: if device == Device::Cpu { "cpu" } else { "cuda" },
         precision: Dtype::of(compute).name(),
         models: vec![model],
-        remedies: run.remedies(own, &memory)?,
+        remedies: run.remedies(settings, &memory)?,
         memory,
         micro_batch: None,
         work,
@@ -83,7 +83,8 @@ pub(super) fn plan(config: &GenerateConfig, options: &PlanOptions) -> Result<Pla
 
 impl<'c> Generation<'c> {
     fn read(config: &'c GenerateConfig, machine: Machine) -> Result<Self> {
-        let (path, revision) = (config.model_name_or_path.as_path(), Some(config.model_revision.as_str()));
+        let path = config.model_name_or_path.as_path();
+        let revision = Some(config.model_revision.as_str());
         let Described { config: model, kind, coded } = config_of(path, revision, true)?;
         let generation = config.generation(model.generation_settings(), model.max_position_embeddings, path)?;
         let longest = GenerateConfig::max_prompt_len(&model, generation.max_new_tokens, path)?;
@@ -95,12 +96,12 @@ impl<'c> Generation<'c> {
         Ok(Self { config, sizes, prompts, generation, machine })
     }
 
-    /// The dtype of products.
+    /// The dtype of matrix products.
     fn compute(&self, choice: Choice) -> Kind {
         choice.dtype.unwrap_or(self.sizes.stored_kind())
     }
 
-    fn held(&self, choice: Choice) -> Result<Held> {
+    fn footprint(&self, choice: Choice) -> Result<Held> {
         self.sizes.held_as(Holding::Frozen(0), choice.dtype, self.compute(choice), choice.quantization)
     }
 
@@ -110,8 +111,11 @@ impl<'c> Generation<'c> {
     }
 
     fn memory(&self, choice: Choice) -> Result<PlannedMemory> {
-        let (size, most) = (self.config.responses.num_return_sequences, choice.batch_size);
-        let (at_once, held, compute) = (self.prompts_at_once(choice), self.held(choice)?, self.compute(choice));
+        let size = self.config.responses.num_return_sequences;
+        let most = choice.batch_size;
+        let at_once = self.prompts_at_once(choice);
+        let footprint = self.footprint(choice)?;
+        let compute = self.compute(choice);
         let filters = match self.generation.sampling {
             Sampling::Greedy => false,
             Sampling::Random { top_k, top_p, min_p, .. } => top_k > 0 || top_p < 1.0 || min_p > 0.0,
@@ -123,9 +127,11 @@ impl<'c> Generation<'c> {
             Device::Cpu => self.machine.program.saturating_sub(PROGRAM_LATER),
             _ => self.machine.program,
         };
-        let of_part = |part: &[usize]| {
+        let batch_phase = |part: &[usize]| {
             let mut phase = Phase::new(PhaseKind::Generation, program);
-            phase.weights = held.share_of(1) + held.copies + held.temporary(uses_kernels(compute, self.machine.device));
+            phase.weights = footprint.share_of(1)
+                + footprint.copies
+                + footprint.temporary(uses_kernels(compute, self.machine.device));
             let sampled = Sampled {
                 rows: (part.len() * size).min(most).max(1),
                 prompts: part.len(),
@@ -139,11 +145,11 @@ impl<'c> Generation<'c> {
             phase.sum_up();
             phase
         };
-        let largest = self.prompts.chunks(at_once).map(of_part).max_by_key(|phase| phase.total);
+        let largest = self.prompts.chunks(at_once).map(batch_phase).max_by_key(|phase| phase.total);
         Ok(PlannedMemory::of(largest.into_iter().collect(), self.machine.available))
     }
 
-    /// The work of all batches, each of which counts as an update, and the steps of decoding.
+    /// The work of all batches, each of which counts as an update, and the number of decoding steps.
     fn work(&self) -> (PlannedWork, f64) {
         let size = self.config.responses.num_return_sequences;
         let choice = Choice { dtype: None, quantization: None, batch_size: self.config.rows.batch_size };
@@ -177,7 +183,7 @@ impl<'c> Generation<'c> {
         let mean = self.prompts.iter().sum::<usize>() / self.prompts.len().max(1);
         let passes = Passes {
             sizes: &self.sizes,
-            held: choice.dtype.unwrap_or(self.sizes.stored_kind()),
+            stored_kind: choice.dtype.unwrap_or(self.sizes.stored_kind()),
             compute: self.compute(choice),
             factor: None,
             adapter: None,
@@ -202,25 +208,25 @@ impl<'c> Generation<'c> {
     }
 
     /// Changes of the weights' format and of the batch.
-    fn remedies(&self, own: Choice, memory: &PlannedMemory) -> Result<Vec<Remedy>> {
+    fn remedies(&self, settings: Choice, memory: &PlannedMemory) -> Result<Vec<Remedy>> {
         let mut changes = Vec::new();
-        if self.compute(own) == Kind::Float {
+        if self.compute(settings) == Kind::Float {
             let rounds = Some("rounds the weights".to_string());
-            changes.push(("--dtype bfloat16".to_string(), rounds, Choice { dtype: Some(Kind::BFloat16), ..own }));
+            changes.push(("--dtype bfloat16".to_string(), rounds, Choice { dtype: Some(Kind::BFloat16), ..settings }));
         }
-        if own.quantization.is_none() {
+        if settings.quantization.is_none() {
             let quantization = Some(Quantization::FourBit { quant_type: QuantType::Nf4, nested: false });
             let effect = Some("frozen weights have 4 bits".to_string());
-            changes.push(("--load_in_4bit".to_string(), effect, Choice { quantization, ..own }));
+            changes.push(("--load_in_4bit".to_string(), effect, Choice { quantization, ..settings }));
         }
-        if own.batch_size > ROWS {
-            changes.push((format!("--batch_size {ROWS}"), None, Choice { batch_size: ROWS, ..own }));
+        if settings.batch_size > ROWS {
+            changes.push((format!("--batch_size {ROWS}"), None, Choice { batch_size: ROWS, ..settings }));
         }
-        let mut found = Vec::new();
+        let mut remedies = Vec::new();
         for (change, effect, choice) in changes {
             let other = self.memory(choice)?;
             if other.peak < memory.peak {
-                found.push(Remedy {
+                remedies.push(Remedy {
                     change,
                     effect,
                     peak: other.peak,
@@ -229,8 +235,8 @@ impl<'c> Generation<'c> {
                 });
             }
         }
-        found.sort_by_key(|remedy| remedy.peak);
-        Ok(found)
+        remedies.sort_by_key(|remedy| remedy.peak);
+        Ok(remedies)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Memory by phase: the arithmetic of weights, gradients, moments, activations, cache and logits.
 
 use super::members::{Member, Models, compute};
-use super::rows::{Limits, MANY_PROMPTS, Row, Rows, passes, shares, tokens_of};
+use super::rows::{Limits, MANY_PROMPTS, Row, Rows, pass_tokens, passes, shares};
 use super::table::size;
 use super::{Machine, Phase, PhaseKind, PlannedMemory, PlannedMicroBatch, PlannedModel, PlannedRun, Role};
 use crate::rl::learner::EpochPlan;
@@ -15,10 +15,10 @@ use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 
-/// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
+/// Bytes that collectives on the CPU take besides their tensors: three copies of pieces of 4 Mi f32 elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
 
-/// Number of f32 tensors of the smaller vocabulary's size that a divergence holds at once, beside the logits of both models.
+/// Number of f32 tensors of the smaller vocabulary's size that a divergence keeps in memory at once, besides the logits of both models.
 const DIVERGENCE_LOGITS: usize = 5;
 
 /// Bytes per logit of sampling with filters: probabilities, their sums in f64, and sorted copies.
@@ -33,9 +33,9 @@ pub(super) struct Sampled {
     /// Tokens of the longest prompt.
     pub(super) longest: usize,
     pub(super) new_tokens: usize,
-    /// The prompts have a cache of their own.
+    /// The prompts have a separate KV cache.
     pub(super) keeps_prompts: bool,
-    /// Logits are sampled from by libtorch's own operations.
+    /// Tokens are sampled by libtorch's operations instead of the project's kernels.
     pub(super) is_plain: bool,
     /// Device of the cache.
     pub(super) device: Device,
@@ -47,7 +47,8 @@ impl Sampled {
         let positions = positions_for(self.longest + self.new_tokens, self.device);
         let cached = |rows| sizes.cache_bytes(rows, positions, compute);
         phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
-        let (outputs, read) = (self.prompts, self.prompts * self.longest);
+        let outputs = self.prompts;
+        let read = self.prompts * self.longest;
         let tokens = if sizes.config().is_encoder_decoder() {
             let scores = [outputs * self.longest.pow(2), outputs];
             let source = SourceTokens { computed: read, attended: read, scores };
@@ -63,7 +64,7 @@ impl Sampled {
 }
 
 impl Phase {
-    /// A phase that takes the memory of the program alone.
+    /// A phase that takes only the memory of the program.
     pub(super) fn new(kind: PhaseKind, program: usize) -> Self {
         let [weights, gradients, moments, activations, cache, logits, total] = [0; 7];
         Self { kind, program, weights, gradients, moments, activations, cache, logits, total }
@@ -104,11 +105,13 @@ impl<'a> Job<'a> {
     /// If an adapter's targets match no layer.
     pub(super) fn new(run: &'a PlannedRun, models: &'a Models, rows: &'a Rows, machine: Machine) -> Result<Self> {
         let members = models.members(run)?;
-        let (compute, settings) = (compute(run.run()), run.run());
+        let settings = run.run();
+        let compute = compute(settings);
         let place = (compute, machine.device);
-        let of = |member: &Member<'_>| member.sizes.activation_bytes(place, settings.gradient_checkpointing);
-        let bytes = members.iter().filter(|member| member.is_trained).map(of).max().unwrap_or(1);
-        let parameters = members.first().map_or(0, |member| member.held.parameters);
+        let activation_bytes =
+            |member: &Member<'_>| member.sizes.activation_bytes(place, settings.gradient_checkpointing);
+        let bytes = members.iter().filter(|member| member.is_trained).map(activation_bytes).max().unwrap_or(1);
+        let parameters = members.first().map_or(0, |member| member.footprint.parameters);
         let default = || default_tokens(machine.device, machine.whole, parameters, bytes);
         let limit = settings.max_tokens_per_micro_batch.map_or_else(default, |limit| limit.tokens(bytes));
         Ok(Self { run, rows, machine, members, compute, limit })
@@ -125,29 +128,30 @@ impl<'a> Job<'a> {
         if let PlannedRun::Distill(config) = self.run { Some(config) } else { None }
     }
 
-    /// Number of ranks that share a model of this stage.
+    /// Number of ranks that a part of a model is divided over, if it is `divided`.
     fn sharing(&self, divided: bool) -> usize {
         if divided { self.machine.ranks } else { 1 }
     }
 
     /// Bytes of a model between passes.
     pub(super) fn resident(&self, member: &Member<'_>) -> Resident {
-        let (held, stage) = (&member.held, member.stage);
+        let footprint = &member.footprint;
+        let stage = member.stage;
         if member.is_view {
-            // The copies of a model without its adapter are its own.
-            return Resident { weights: held.copies, ..Resident::default() };
+            // The weights are those of the policy, but the copies in the dtype of products are separate.
+            return Resident { weights: footprint.copies, ..Resident::default() };
         }
-        let of_params = self.sharing(stage.shards_parameters());
-        let copies = if self.releases(stage) { 0 } else { held.copies };
-        let weights = held.share_of(of_params) + copies + held.originals;
+        let ranks = self.sharing(stage.shards_parameters());
+        let copies = if self.releases(stage) { 0 } else { footprint.copies };
+        let weights = footprint.share_of(ranks) + copies + footprint.originals;
         if !member.is_trained && self.run.run().offload.offloads_models() {
             return Resident::default();
         }
         if !member.is_trained {
             return Resident { weights, ..Resident::default() };
         }
-        let all = held.gradients;
-        // In stage 1 each rank has its part of the sum beside its whole gradients.
+        let all = footprint.gradients;
+        // In stage 1 each rank has its part of the summed gradients besides its own whole gradients.
         let part = if stage == ZeroStage::Stage1 { all / self.machine.ranks } else { 0 };
         let moments = if self.run.run().offload.offloads_optimizer() { 0 } else { self.moments(member) };
         Resident { weights, gradients: all / self.sharing(stage.shards_gradients()) + part, moments }
@@ -158,19 +162,21 @@ impl<'a> Job<'a> {
         member.states / self.sharing(member.stage.shards_optimizer())
     }
 
-    /// Bytes of a model that are in memory only while it is used: its weights if it is frozen, its optimizer state in a step.
-    fn brought(&self, member: &Member<'_>) -> Resident {
-        let (offload, held) = (&self.run.run().offload, &member.held);
+    /// Bytes of a model's offloaded parts, which are in memory only while they are used: the weights of a frozen model, and the optimizer
+    /// state in a step.
+    fn on_demand(&self, member: &Member<'_>) -> Resident {
+        let offload = &self.run.run().offload;
+        let footprint = &member.footprint;
         let divided = member.stage.shards_optimizer();
-        // The steps of a sharded state are computed where it is.
+        // On a GPU a sharded and offloaded state stays on the host: its steps are computed there.
         let on_host = divided && self.machine.device != Device::Cpu;
         let moments = if offload.offloads_optimizer() && !on_host { self.moments(member) } else { 0 };
         let is_out = !member.is_trained && !member.is_view && offload.offloads_models();
-        let weights = if is_out { held.share_of(1) + held.copies + held.originals } else { 0 };
+        let weights = if is_out { footprint.share_of(1) + footprint.copies + footprint.originals } else { 0 };
         Resident { weights, moments, gradients: 0 }
     }
 
-    /// Whether policy and value model have their gradients in one memory, as they are trained one after the other.
+    /// Whether policy and value model use the same memory for their gradients, because they are trained one after the other.
     fn shares_gradients(&self) -> bool {
         self.ppo().is_some_and(|config| config.learner().steps_apart())
     }
@@ -180,20 +186,26 @@ impl<'a> Job<'a> {
         stage.shards_parameters()
     }
 
-    /// Bytes that a pass of a model gathers: weights of a layer and of what is outside the layers, and gradients of both.
+    /// Bytes that a pass of a model gathers: weights of one layer and of the modules outside the layers, and the gradients of both.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
-        let held = &member.held;
-        let copied = held.copies as f64 / held.weights.max(1) as f64;
-        let weights =
-            if self.releases(member.stage) { ((held.layer + held.root) as f64 * (1.0 + copied)) as usize } else { 0 };
-        let gradients =
-            if backward && member.stage.shards_gradients() { 4 * (held.trained_layer + held.trained_root) } else { 0 };
+        let footprint = &member.footprint;
+        let copied = footprint.copies as f64 / footprint.weights.max(1) as f64;
+        let weights = if self.releases(member.stage) {
+            ((footprint.layer + footprint.root) as f64 * (1.0 + copied)) as usize
+        } else {
+            0
+        };
+        let gradients = if backward && member.stage.shards_gradients() {
+            4 * (footprint.trained_layer + footprint.trained_root)
+        } else {
+            0
+        };
         [weights, gradients]
     }
 
     /// Bytes of the largest temporary copy of a weight of a member.
     fn temporary(&self, member: &Member<'_>) -> usize {
-        member.held.temporary(uses_kernels(self.compute, self.machine.device))
+        member.footprint.temporary(uses_kernels(self.compute, self.machine.device))
     }
 
     /// The parts of memory that all phases have.
@@ -202,16 +214,16 @@ impl<'a> Job<'a> {
         let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
         for member in self.members.iter().filter(|member| !member.is_dropped) {
-            let own = self.resident(member);
-            phase.weights += own.weights;
+            let resident = self.resident(member);
+            phase.weights += resident.weights;
             phase.gradients =
-                if one_memory { phase.gradients.max(own.gradients) } else { phase.gradients + own.gradients };
-            phase.moments += own.moments;
+                if one_memory { phase.gradients.max(resident.gradients) } else { phase.gradients + resident.gradients };
+            phase.moments += resident.moments;
         }
         if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
             && config.ema.enable_ema
         {
-            phase.moments += policy.held.trained * 4 / self.sharing(policy.stage.shards_parameters());
+            phase.moments += policy.footprint.trained * 4 / self.sharing(policy.stage.shards_parameters());
         }
         phase
     }
@@ -237,7 +249,7 @@ impl<'a> Job<'a> {
         PlannedMemory::of(phases, self.machine.available)
     }
 
-    /// Reading of the models, where a rank holds less of them later: each is whole until it is divided.
+    /// The phase that loads the models, where ranks shard parameters: each model is whole until it is sharded.
     fn loading(&self) -> Option<Phase> {
         let divides = |member: &Member<'_>| member.stage.shards_parameters();
         if self.machine.ranks == 1 || !self.members.iter().any(divides) {
@@ -245,24 +257,25 @@ impl<'a> Job<'a> {
         }
         let (mut before, mut most) = (0, 0);
         for member in self.members.iter().filter(|member| !member.is_view) {
-            most = most.max(before + member.held.share_of(1) + member.held.originals);
+            most = most.max(before + member.footprint.share_of(1) + member.footprint.originals);
             before += self.resident(member).weights;
         }
         Some(Phase { weights: most, ..Phase::new(PhaseKind::Loading, self.machine.program) })
     }
 
-    /// The rows of an update that each rank has. Memory is that of the rank that needs most: where rows are sorted, that with the longest.
+    /// The rows of an update, divided over the ranks. The planned memory is that of the rank that needs most: where rows are sorted, the one
+    /// with the longest rows.
     fn parts<'r>(&self, rows: &'r [Row]) -> Vec<&'r [Row]> {
-        shares(rows, self.machine.of_rows, self.rows.rows_of_item)
+        shares(rows, self.machine.row_ranks, self.rows.rows_per_item)
     }
 
     /// The passes of all ranks over their parts of `rows`.
     fn passes(&self, rows: &[Row], limits: Limits) -> Vec<PassTokens> {
-        let parts = shares(rows, self.machine.of_rows, limits.rows_of_item).into_iter();
+        let parts = shares(rows, self.machine.row_ranks, limits.rows_per_item).into_iter();
         parts.flat_map(|part| passes(part, limits)).collect()
     }
 
-    /// Whether rows share the computation of first tokens.
+    /// Whether first tokens that rows have in common are computed once.
     pub(super) fn shares(&self) -> bool {
         let dynamic = self.members.iter().any(|member| member.sizes.config().has_length_dependent_rope());
         match self.run {
@@ -272,7 +285,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// The rows as a member reads them: a reward model beside an encoder-decoder, or that is one, reads prompt and response as one text.
+    /// The rows as `member` reads them: a reward model reads prompt and response as one text if it or the policy is an encoder-decoder.
     pub(super) fn read_by<'r>(&self, member: &Member<'_>, rows: &'r [Row]) -> Cow<'r, [Row]> {
         let pairs = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
         if member.role == Role::RewardModel && (pairs(member) || self.members.first().is_some_and(pairs)) {
@@ -289,15 +302,15 @@ impl<'a> Job<'a> {
         let most = config.local_rollout_forward_batch_size;
         // Ranks sample about as many rows.
         let largest =
-            |update: &Vec<Row>| update.len().div_ceil(self.machine.of_rows.max(1)).next_multiple_of(size.max(1));
-        let own = self.rows.updates.iter().map(largest).max().unwrap_or(0);
+            |update: &Vec<Row>| update.len().div_ceil(self.machine.row_ranks.max(1)).next_multiple_of(size.max(1));
+        let rank_rows = self.rows.updates.iter().map(largest).max().unwrap_or(0);
         let prompts = (most / size).max(1);
         let sampled = Sampled {
-            rows: most.min(own).max(1),
-            prompts: prompts.min(own.div_ceil(size)).max(1),
+            rows: most.min(rank_rows).max(1),
+            prompts: prompts.min(rank_rows.div_ceil(size)).max(1),
             longest: self.rows.longest_prompt(),
             new_tokens: config.response_length,
-            // Where a group takes several batches, until the last of them.
+            // A group that takes several batches keeps the cache of its prompt until the last of them.
             keeps_prompts: size > 1 && size > most,
             is_plain: self.is_plain(&config.sampling),
             device: self.machine.device,
@@ -305,7 +318,7 @@ impl<'a> Job<'a> {
         self.decoding(policy, sampled, config.dist.ds3_gather_for_generation)
     }
 
-    /// Whether libtorch's own operations sample.
+    /// Whether tokens are sampled by libtorch's operations instead of the project's kernels.
     fn is_plain(&self, sampling: &SamplingConfig) -> bool {
         let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
         filters
@@ -320,22 +333,22 @@ impl<'a> Job<'a> {
         sampled.add_to(&mut phase, member.sizes, self.compute);
         if self.releases(member.stage) {
             phase.weights += if gathers {
-                member.held.share_of(1) + member.held.copies - member.held.share_of(self.machine.ranks)
+                member.footprint.share_of(1) + member.footprint.copies - member.footprint.share_of(self.machine.ranks)
             } else {
                 self.gathered(member, false)[0]
             };
         }
-        phase.weights += self.temporary(member) + self.brought(member).weights;
+        phase.weights += self.temporary(member) + self.on_demand(member).weights;
         phase
     }
 
     /// Sampling of the responses of distillation, by the model that takes most.
     fn sampling(&self, config: &DistillConfig) -> Option<Phase> {
-        let of = |role: Role| {
-            let of_role = |at: &usize| self.rows.samplers.get(*at) == Some(&Some(role));
+        let sampling_phase = |role: Role| {
+            let is_sampler = |at: &usize| self.rows.samplers.get(*at) == Some(&Some(role));
             // Ranks sample about as many rows.
-            let rows = |at: usize| self.rows.updates[at].len().div_ceil(self.machine.of_rows.max(1));
-            let rows = (0..self.rows.updates.len()).filter(of_role).map(rows);
+            let rows = |at: usize| self.rows.updates[at].len().div_ceil(self.machine.row_ranks.max(1));
+            let rows = (0..self.rows.updates.len()).filter(is_sampler).map(rows);
             let rows = rows.max()?.min(config.local_rollout_forward_batch_size).max(1);
             let sampled = Sampled {
                 rows,
@@ -350,10 +363,10 @@ impl<'a> Job<'a> {
             Some(self.decoding(member, sampled, config.ds3_gather_for_generation))
         };
         let size = |phase: &Phase| phase.activations + phase.cache + phase.logits + phase.weights;
-        [Role::Model, Role::Teacher].into_iter().filter_map(of).max_by_key(size)
+        [Role::Model, Role::Teacher].into_iter().filter_map(sampling_phase).max_by_key(size)
     }
 
-    /// A pass of the teacher over a micro-batch: hidden states, or log-probabilities where tokens alone are compared.
+    /// A pass of the teacher over a micro-batch: hidden states, or log-probabilities if the loss compares only the tokens.
     fn teacher_pass(&self, config: &DistillConfig) -> Option<Phase> {
         let teacher = self.teacher()?;
         let tokens = self.largest_pass(self.limit);
@@ -368,40 +381,40 @@ impl<'a> Job<'a> {
         self.members.iter().find(|member| member.role == Role::Teacher)
     }
 
-    /// Whether slices of the logits of student and teacher are held together.
+    /// Whether slices of the logits of student and teacher are in memory at the same time.
     fn compares_slices(&self, config: &DistillConfig) -> bool {
         let (Some(student), Some(teacher)) = (self.members.first(), self.teacher()) else { return false };
         config.compares_slices([student, teacher].map(|member| member.sizes.config().vocab_size))
     }
 
-    /// Bytes of the logits of a pass of a student with this many outputs, and of what a divergence makes of them.
+    /// Bytes of the logits of a pass of a student with this many outputs, and of the tensors that the divergence computes from them.
     fn compared_logits(&self, student: &Member<'_>, teacher: &Member<'_>, outputs: usize) -> usize {
-        let [own, other] = [student, teacher].map(|member| member.sizes.config().vocab_size.max(1));
-        // On a CPU slices are those of the student alone.
-        let vocab = if self.machine.device == Device::Cpu { own } else { own.max(other) };
+        let [student_vocab, teacher_vocab] = [student, teacher].map(|member| member.sizes.config().vocab_size.max(1));
+        // On a CPU the size of a slice depends on the student's vocabulary alone.
+        let vocab = if self.machine.device == Device::Cpu { student_vocab } else { student_vocab.max(teacher_vocab) };
         let rows = outputs.min((self.logits_chunk(LogitsUse::DIVERGENCE) / vocab).max(1) as usize);
-        let logits = (own + other) as usize * self.compute.elt_size_in_bytes();
+        let logits = (student_vocab + teacher_vocab) as usize * self.compute.elt_size_in_bytes();
         let mixes = self.distillation().is_some_and(|config| config.loss.beta > 0.0 && config.loss.beta < 1.0);
-        rows * (logits + own.min(other) as usize * 4 * (DIVERGENCE_LOGITS + usize::from(mixes)))
+        rows * (logits + student_vocab.min(teacher_vocab) as usize * 4 * (DIVERGENCE_LOGITS + usize::from(mixes)))
     }
 
     /// Evaluation of the responses by each model that evaluates them; the largest.
     fn scoring(&self, config: &PpoConfig) -> Option<Phase> {
-        let of = |member: &Member<'_>| {
+        let scoring_phase = |member: &Member<'_>| {
             let tokens = |part: &[Row]| {
-                let own = self.read_by(member, part);
-                let batches = own.chunks(config.local_rollout_forward_batch_size.max(1));
+                let member_rows = self.read_by(member, part);
+                let batches = member_rows.chunks(config.local_rollout_forward_batch_size.max(1));
                 batches
-                    .map(|rows| tokens_of(&rows.iter().collect::<Vec<_>>(), self.shares()))
-                    .max_by_key(|found| found.computed)
+                    .map(|rows| pass_tokens(&rows.iter().collect::<Vec<_>>(), self.shares()))
+                    .max_by_key(|tokens| tokens.computed)
             };
             let parts = self.rows.updates.iter().flat_map(|update| self.parts(update));
-            let tokens = parts.filter_map(tokens).max_by_key(|found| found.computed).unwrap_or_default();
+            let tokens = parts.filter_map(tokens).max_by_key(|tokens| tokens.computed).unwrap_or_default();
             self.forward_pass(member, tokens)
         };
         let members = self.members.iter().filter(|member| member.role != Role::Policy);
         let size = |phase: &Phase| phase.activations + phase.logits + phase.weights;
-        members.map(of).max_by_key(size)
+        members.map(scoring_phase).max_by_key(size)
     }
 
     /// A pass of a model without gradients.
@@ -411,7 +424,7 @@ impl<'a> Job<'a> {
         if matches!(member.role, Role::ReferenceModel | Role::Policy) {
             phase.logits = self.logits(member, tokens.outputs, false);
         }
-        phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.brought(member).weights;
+        phase.weights += self.temporary(member) + self.gathered(member, false)[0] + self.on_demand(member).weights;
         phase
     }
 
@@ -419,7 +432,7 @@ impl<'a> Job<'a> {
     fn reference_pass(&self) -> Option<Phase> {
         let PlannedRun::Dpo(config) = self.run else { return None };
         let reference = self.members.iter().find(|member| member.role == Role::ReferenceModel);
-        // Before the first update, without a model of its own, it is the policy.
+        // Without a reference model, the policy computes these log-probabilities before the first update.
         let member = reference.or(self.members.first().filter(|_| config.precompute_ref_log_probs))?;
         let tokens = if config.precompute_ref_log_probs {
             let rows = config.precompute_ref_batch_size.or(config.per_device_train_batch_size).unwrap_or(8);
@@ -436,19 +449,19 @@ impl<'a> Job<'a> {
         Some(phase)
     }
 
-    /// The most logits of a slice, in elements, of which each takes `copies` numbers of f32.
+    /// The most logits of a slice, each of which takes `copies` f32 numbers.
     fn logits_chunk(&self, copies: usize) -> i64 {
         logits_chunk(self.machine.device, self.machine.whole, copies)
     }
 
-    /// The use of its logits in a pass of a member.
+    /// What a pass of `member` does with its logits.
     fn logits_use(&self, member: &Member<'_>, backward: bool) -> LogitsUse {
-        let of_loss = self.ppo().filter(|_| backward && member.role == Role::Policy);
+        let loss_config = self.ppo().filter(|_| backward && member.role == Role::Policy);
         LogitsUse {
             soft_cap: member.sizes.config().final_softcap.is_some(),
             sets: self.ppo().is_some_and(|config| config.sampling.logprobs_of == LogprobsOf::Filtered),
-            entropy_gradient: of_loss.is_some_and(|config| config.learns_entropy()),
-            full_kl: of_loss.is_some_and(PpoConfig::stores_distributions),
+            entropy_gradient: loss_config.is_some_and(|config| config.learns_entropy()),
+            full_kl: loss_config.is_some_and(PpoConfig::stores_distributions),
         }
     }
 
@@ -473,10 +486,10 @@ impl<'a> Job<'a> {
         rows * vocab as usize * self.bytes_per_logit(member, backward)
     }
 
-    /// The largest pass of a model that is trained: of all the tokens that a micro-batch may have, if `tokens` are not given.
+    /// The largest forward and backward pass of the drawn updates, in micro-batches of at most `limit` tokens.
     pub(super) fn largest_pass(&self, limit: usize) -> PassTokens {
-        let found = self.rows.updates.iter().flat_map(|update| self.training_passes(update, limit));
-        found.max_by_key(|tokens| (tokens.computed, tokens.outputs)).unwrap_or_default()
+        let passes = self.rows.updates.iter().flat_map(|update| self.training_passes(update, limit));
+        passes.max_by_key(|tokens| (tokens.computed, tokens.outputs)).unwrap_or_default()
     }
 
     /// The forward and backward passes of all ranks over an update, once.
@@ -497,7 +510,7 @@ impl<'a> Job<'a> {
     }
 
     fn limits(&self, rows: usize, tokens: usize) -> Limits {
-        Limits { rows, tokens, shares: self.shares(), rows_of_item: self.rows.rows_of_item }
+        Limits { rows, tokens, shares: self.shares(), rows_per_item: self.rows.rows_per_item }
     }
 
     /// Forward and backward passes and optimizer step of a model; `tokens` replaces its largest pass.
@@ -512,18 +525,18 @@ impl<'a> Job<'a> {
                 phase.logits = self.compared_logits(member, teacher, tokens.outputs);
             }
             // The teacher is there for all micro-batches.
-            phase.weights += self.brought(teacher).weights;
+            phase.weights += self.on_demand(teacher).weights;
         }
-        // Logits are gone before the first layer's backward pass begins.
+        // Logits are freed before the first layer's backward pass begins.
         phase.activations = stored + working.saturating_sub(phase.logits) + self.distributions(tokens.outputs);
         let [weights, gradients] = self.gathered(member, true);
-        let stored = if self.run.run().gradient_checkpointing { 0 } else { member.held.widened_layers };
+        let stored = if self.run.run().gradient_checkpointing { 0 } else { member.footprint.widened_layers };
         phase.weights += weights + self.temporary(member).max(stored);
         phase.gradients += gradients;
         phase
     }
 
-    /// The passes over texts that the policy learns beside PPO or DPO.
+    /// The passes over texts that the policy learns in addition to PPO or DPO.
     fn texts_phase(&self, member: &Member<'_>) -> Option<Phase> {
         let Role::Policy = member.role else { return None };
         let (texts, rows) = match self.run {
@@ -537,44 +550,45 @@ impl<'a> Job<'a> {
             PlannedRun::Sft(_) | PlannedRun::Reward(_) | PlannedRun::Distill(_) => return None,
         };
         let texts = self.rows.texts(texts);
-        let limits = Limits { rows, tokens: self.limit, shares: false, rows_of_item: 1 };
+        let limits = Limits { rows, tokens: self.limit, shares: false, rows_per_item: 1 };
         let tokens = self.passes(&texts, limits).into_iter().max_by_key(|tokens| tokens.computed)?;
         Some(Phase { kind: PhaseKind::Texts, ..self.step(member, Some(tokens)) })
     }
 
-    /// Bytes of the reference model's hidden states at the responses of all ranks, from which a loss takes its distributions; and of
-    /// the copy of its LM head where that is offloaded, or changes. In distillation, of the teacher's at the `outputs` of a micro-batch.
+    /// Bytes of the stored hidden states from which a loss computes another model's distributions, and of the copy of that model's LM head
+    /// where the head is sharded, offloaded or updated. In PPO the states are the reference model's at the responses of all ranks, in
+    /// distillation the teacher's at the `outputs` of a micro-batch.
     fn distributions(&self, outputs: usize) -> usize {
         if let (Some(config), Some(teacher)) = (self.distillation(), self.teacher()) {
-            let own = teacher.sizes.config();
+            let model = teacher.sizes.config();
             let copies = self.releases(teacher.stage) || config.run.offload.offloads_models();
-            let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
-            // The states of the sequences, and as one tensor.
-            let states = 2 * outputs + if copies { own.vocab_size as usize } else { 0 };
+            let width = model.embedding_size as usize * self.compute.elt_size_in_bytes();
+            // The states of each sequence, and their concatenation.
+            let states = 2 * outputs + if copies { model.vocab_size as usize } else { 0 };
             return if self.compares_slices(config) { width * states } else { 0 };
         }
         let Some(config) = self.ppo().filter(|config| config.stores_distributions()) else { return 0 };
         let outputs = |update: &Vec<Row>| update.iter().map(|row| row.outputs).sum::<usize>();
         let tokens = self.rows.updates.iter().map(outputs).max().unwrap_or(0);
         let Some(reference) = self.members.iter().find(|member| member.role == Role::ReferenceModel) else { return 0 };
-        let own = reference.sizes.config();
-        let width = own.embedding_size as usize * self.compute.elt_size_in_bytes();
+        let model = reference.sizes.config();
+        let width = model.embedding_size as usize * self.compute.elt_size_in_bytes();
         let copies =
             self.releases(reference.stage) || config.run.offload.offloads_models() || config.sync.sync_ref_model;
-        width * (tokens + if copies { own.vocab_size as usize } else { 0 })
+        width * (tokens + if copies { model.vocab_size as usize } else { 0 })
     }
 
-    /// The optimizer step of a model whose state is in memory for it alone: activations and logits are gone.
+    /// The optimizer step of a model whose offloaded state is in memory only for the step. Activations and logits are already freed.
     fn moments_phase(&self, member: &Member<'_>) -> Option<Phase> {
-        let moments = self.brought(member).moments;
+        let moments = self.on_demand(member).moments;
         let mut phase = self.base(PhaseKind::Moments(member.role));
         phase.moments += moments;
         (moments > 0).then_some(phase)
     }
 
-    /// The bytes on the disk of the offloaded parts, in words; none if there are none.
+    /// The sizes of the offloaded parts, in words; `None` if nothing is offloaded.
     pub(super) fn offloaded(&self) -> Option<String> {
-        let weights: usize = self.members.iter().map(|member| self.brought(member).weights).sum();
+        let weights: usize = self.members.iter().map(|member| self.on_demand(member).weights).sum();
         let moments: usize = if self.run.run().offload.offloads_optimizer() {
             self.members.iter().map(|member| self.moments(member)).sum()
         } else {
@@ -595,53 +609,53 @@ impl<'a> Job<'a> {
     pub(super) fn activations(&self, member: &Member<'_>, tokens: PassTokens) -> Activations {
         let adapter = member.adapter.as_ref().map(|(lora, drops)| (lora, *drops));
         let checkpointing = self.run.run().gradient_checkpointing;
-        // The targets were found when the model was held.
+        // An adapter whose targets match no layer was refused when the members were made.
         let place = (self.compute, self.machine.device);
         member.sizes.activations(tokens, place, adapter, checkpointing).unwrap_or_default()
     }
 
-    /// Writing a checkpoint: one tensor at a time is copied.
+    /// Saving of a checkpoint: one tensor at a time is copied.
     fn saving(&self) -> Phase {
         let mut phase = self.base(PhaseKind::Saving);
         phase.weights += self.members.iter().map(|member| member.sizes.largest_tensor() * 4).max().unwrap_or(0);
-        phase.moments += self.members.iter().map(|member| self.brought(member).moments).max().unwrap_or(0);
+        phase.moments += self.members.iter().map(|member| self.on_demand(member).moments).max().unwrap_or(0);
         if let (Some(config), Some(policy)) = (self.ppo(), self.members.first())
             && config.ema.enable_ema
             && !policy.stage.shards_parameters()
         {
             // The average in the dtypes of the policy's weights, where they are not f32.
-            let narrow = policy.held.gradients < 4 * policy.held.trained;
-            phase.weights += if narrow { policy.held.gradients } else { 0 };
+            let narrow = policy.footprint.gradients < 4 * policy.footprint.trained;
+            phase.weights += if narrow { policy.footprint.gradients } else { 0 };
         }
         phase
     }
 
     pub(super) fn models(&self) -> Vec<PlannedModel> {
-        let of = |member: &Member<'_>| {
+        let planned = |member: &Member<'_>| {
             let Resident { weights, gradients, moments } = self.resident(member);
             PlannedModel {
                 role: member.role,
                 name: member.name.to_string(),
-                parameters: member.held.parameters,
-                trained: if member.is_trained { member.held.trained } else { 0 },
+                parameters: member.footprint.parameters,
+                trained: if member.is_trained { member.footprint.trained } else { 0 },
                 weights,
                 gradients,
                 moments,
             }
         };
-        self.members.iter().map(of).collect()
+        self.members.iter().map(planned).collect()
     }
 
-    /// The tokens of micro-batches, and the most that fit beside the rest.
+    /// The tokens of micro-batches, and the most tokens that fit besides everything else.
     pub(super) fn micro_batch(&self, memory: &PlannedMemory) -> PlannedMicroBatch {
         let used = self.largest_pass(self.limit);
         let trained = || self.members.iter().filter(|member| member.is_trained);
         let bytes = |tokens: PassTokens| {
-            let of = |member: &Member<'_>| {
+            let step_bytes = |member: &Member<'_>| {
                 let phase = self.step(member, Some(tokens));
                 phase.activations + phase.logits
             };
-            trained().map(of).max().unwrap_or(0)
+            trained().map(step_bytes).max().unwrap_or(0)
         };
         let scale = |count: usize, tokens: usize| (count as f64 * tokens as f64 / used.computed.max(1) as f64) as usize;
         let scaled = |tokens: usize| PassTokens {
@@ -658,22 +672,22 @@ impl<'a> Job<'a> {
         let many = scaled(1 << 20);
         let per_token = bytes(many).saturating_sub(bytes(PassTokens::default())) >> 20;
         let largest = memory.available.map(|available| {
-            let (copies, of_logits) = if self.distillation().is_some_and(|config| self.compares_slices(config)) {
+            let (copies, logit_bytes) = if self.distillation().is_some_and(|config| self.compares_slices(config)) {
                 (LogitsUse::DIVERGENCE, 4 * (DIVERGENCE_LOGITS + 3))
             } else {
-                let of_trained = trained().map(|member| self.bytes_per_logit(member, true)).max();
-                (LogitsUse::MOST.copies(), of_trained.unwrap_or(0).max(4))
+                let trained_bytes = trained().map(|member| self.bytes_per_logit(member, true)).max();
+                (LogitsUse::MOST.copies(), trained_bytes.unwrap_or(0).max(4))
             };
-            let beside = memory.peak_without_activations() + self.logits_chunk(copies) as usize * of_logits;
-            available.saturating_sub(beside) / per_token.max(1)
+            let other_bytes = memory.peak_without_activations() + self.logits_chunk(copies) as usize * logit_bytes;
+            available.saturating_sub(other_bytes) / per_token.max(1)
         });
-        let (limit, longest_row) = (self.limit, self.rows.longest(self.shares()));
-        PlannedMicroBatch { limit, tokens: used.computed, longest_row, bytes_per_token: per_token, largest }
+        let longest_row = self.rows.longest(self.shares());
+        PlannedMicroBatch { limit: self.limit, tokens: used.computed, longest_row, bytes_per_token: per_token, largest }
     }
 }
 
 impl PlannedMemory {
-    /// The memory of `phases`, where `available` bytes are there.
+    /// The memory of `phases` on a rank with `available` bytes.
     pub(super) fn of(mut phases: Vec<Phase>, available: Option<usize>) -> Self {
         phases.iter_mut().for_each(Phase::sum_up);
         let (peak, peak_phase) = phases.iter().map(|phase| (phase.total, phase.kind.name())).max().unwrap_or((0, ""));

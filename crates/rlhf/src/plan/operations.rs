@@ -2,7 +2,7 @@
 
 use super::members::Member;
 use super::memory::Job;
-use super::rows::{Row, reads, tokens_of};
+use super::rows::{Row, pass_tokens, reads};
 use rlhf_lm::model::ModelSizes;
 
 /// Operations of a pass.
@@ -37,7 +37,7 @@ pub(super) struct Read {
     pub(super) source: usize,
     /// Sum of the squared lengths of these prompts.
     pub(super) source_squares: f64,
-    /// Pairs of a decoder's token and one of the encoder's that it attends to.
+    /// Number of pairs of a decoder token and an encoder token that it attends to.
     pub(super) crossed: f64,
 }
 
@@ -47,11 +47,11 @@ impl Read {
         Self::of_rows(update, job.shares(), sequences)
     }
 
-    /// [`Read::of`], where `shares` tells whether first tokens that rows have in common are computed once.
+    /// [`Read::of`]; with `shares`, first tokens that rows have in common are computed once.
     pub(super) fn of_rows(update: &[Row], shares: bool, sequences: f64) -> Self {
         let rows: Vec<&Row> = update.iter().collect();
-        let tokens = tokens_of(&rows, shares);
-        let sum = |of: &dyn Fn(&Row) -> f64| update.iter().map(of).sum::<f64>() / sequences;
+        let tokens = pass_tokens(&rows, shares);
+        let sum = |value: &dyn Fn(&Row) -> f64| update.iter().map(value).sum::<f64>() / sequences;
         let read: Vec<&&Row> =
             rows.iter().enumerate().filter(|(at, _)| reads(&rows, *at)).map(|(_, row)| row).collect();
         Self {
@@ -66,7 +66,8 @@ impl Read {
 
     /// Reading prompts of these lengths before their responses.
     pub(super) fn of_prompts(sizes: &ModelSizes, lens: &[usize]) -> Self {
-        let (tokens, squares): (usize, f64) = (lens.iter().sum(), lens.iter().copied().map(square).sum());
+        let tokens: usize = lens.iter().sum();
+        let squares: f64 = lens.iter().copied().map(square).sum();
         if sizes.config().is_encoder_decoder() {
             Self {
                 computed: lens.len(),
@@ -86,12 +87,12 @@ impl Read {
         let tokens = lens.len() * count * new_tokens;
         let pairs = sizes.config().is_encoder_decoder();
         // A token attends to all tokens before it.
-        let of = |len: &usize| {
+        let row_squares = |len: &usize| {
             let before = if pairs { 1 } else { *len };
             square(before + new_tokens) - square(before)
         };
         let crossed = if pairs { (lens.iter().sum::<usize>() * count * new_tokens) as f64 } else { 0.0 };
-        let squares = count as f64 * lens.iter().map(of).sum::<f64>();
+        let squares = count as f64 * lens.iter().map(row_squares).sum::<f64>();
         Self { computed: tokens, heads: tokens, squares, crossed, ..Self::default() }
     }
 }
@@ -105,18 +106,19 @@ pub(super) fn forward(sizes: &ModelSizes, read: Read) -> Operations {
     let [layers, head] = sizes.products();
     let c = sizes.config();
     // Queries times keys, and weights times values.
-    let of_layer = c.num_attention_heads as f64 * c.head_dim as f64;
-    let (width, of_encoder) = (c.num_hidden_layers as f64 * of_layer, c.encoder_layers.unwrap_or(0) as f64 * of_layer);
+    let layer_width = c.num_attention_heads as f64 * c.head_dim as f64;
+    let width = c.num_hidden_layers as f64 * layer_width;
+    let encoder_width = c.encoder_layers.unwrap_or(0) as f64 * layer_width;
     let pairs = if c.causal { read.squares / 2.0 } else { read.squares };
-    let source = 2.0 * read.source as f64 * sizes.source_products() as f64 + 4.0 * of_encoder * read.source_squares;
+    let source = 2.0 * read.source as f64 * sizes.source_products() as f64 + 4.0 * encoder_width * read.source_squares;
     Operations {
         layers: 2.0 * read.computed as f64 * layers as f64 + 4.0 * width * (pairs + read.crossed) + source,
         head: 2.0 * read.heads as f64 * head as f64,
     }
 }
 
-/// Operations of a forward and backward pass, in those of the forward pass. The backward pass has a product for the gradient of the input, and
-/// one for that of a weight that is trained.
+/// Operations of a forward and backward pass, as a multiple of those of the forward pass. The backward pass has one product for the gradient of
+/// the input, and one for the gradient of a trained weight.
 pub(super) fn factor(job: &Job<'_>, member: &Member<'_>) -> f64 {
     let trained = if member.adapter.is_some() { 2.0 } else { 3.0 };
     trained + if job.run.run().gradient_checkpointing { 1.0 } else { 0.0 }

@@ -1,7 +1,7 @@
 //! Rates of this machine: a calibration of a second or two, with the shapes and the precision of the run.
 //!
-//! What is measured are the passes that the run will make: through one layer of its first model with random weights, with adapters,
-//! dropout and checkpoints as the run has them. So the rates include attention, norms, conversions and whatever else a layer does.
+//! The calibration measures passes like those of the run: through one layer of its first model, with random weights, and with the adapters,
+//! the dropout and the gradient checkpointing of the run. So the rates include attention, norms, conversions and all other work of a layer.
 
 use super::memory::Job;
 use super::operations::{Operations, Read, factor, forward};
@@ -28,21 +28,21 @@ const MOST_OPERATIONS: f64 = 8e9;
 /// Parameters of a measured layer, at most: wider models are measured with narrower layers of the same form.
 const MOST_PARAMETERS: usize = 16_000_000;
 
-/// Words of the measured model without a head to speak of, and most words of the one with a head.
+/// Vocabulary size of the measured model whose head is negligible, and largest vocabulary of the one whose head is measured.
 const FEW_WORDS: i64 = 64;
 const MOST_WORDS: i64 = 4096;
 
-/// Steps of decoding at once.
+/// Decoding steps of one measurement.
 const STEPS: usize = 4;
 
 /// Rows and tokens of each row in the measurement of decoding, at most.
 const MOST_ROWS: usize = 64;
 const MOST_CONTEXT: usize = 512;
 
-/// Elements of the tensors by which the rate of optimizer steps is measured.
+/// Elements of the tensors with which the rate of optimizer steps is measured.
 const ELEMENTS: i64 = 1 << 24;
 
-/// Share of the rate of plain products that a pass reaches, where no model can be measured.
+/// Share of the rate of plain matrix products that a pass reaches, assumed where no model can be measured.
 const SHARE: f64 = 0.6;
 
 /// Operations per second of a pass.
@@ -78,10 +78,10 @@ pub(super) struct Passes<'a> {
     /// The model of the run's first passes.
     pub(super) sizes: &'a ModelSizes,
     /// The dtype that frozen weights are loaded in.
-    pub(super) held: Kind,
-    /// The dtype of products.
+    pub(super) stored_kind: Kind,
+    /// The dtype of matrix products.
     pub(super) compute: Kind,
-    /// Operations of a forward and backward pass, in those of a forward pass; `None` if nothing is trained.
+    /// Operations of a forward and backward pass, as a multiple of those of a forward pass; `None` if nothing is trained.
     pub(super) factor: Option<f64>,
     /// The adapter that is trained, and whether there is dropout before it.
     pub(super) adapter: Option<(LoraConfig, bool)>,
@@ -102,7 +102,7 @@ impl<'a> Passes<'a> {
         let PassTokens { computed, outputs, source, .. } = job.largest_pass(job.limit);
         let computed = computed + source.computed;
         let rows: Vec<usize> = job.rows.updates.iter().flatten().map(|row| row.len).collect();
-        let own = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.of_rows);
+        let rank_rows = job.rows.updates.first().map_or(1, Vec::len).div_ceil(job.machine.row_ranks);
         // Rows that are decoded at once, and tokens of a response.
         let sampled = match (job.ppo(), job.distillation()) {
             (Some(config), _) => Some((config.local_rollout_forward_batch_size, config.response_length)),
@@ -114,7 +114,7 @@ impl<'a> Passes<'a> {
         let run = job.run.run();
         Ok(Self {
             sizes: first.sizes,
-            held: run.dtype.kind().unwrap_or(first.sizes.stored_kind()),
+            stored_kind: run.dtype.kind().unwrap_or(first.sizes.stored_kind()),
             compute: job.compute,
             factor: Some(factor(job, first)),
             adapter: first.adapter.clone(),
@@ -122,7 +122,7 @@ impl<'a> Passes<'a> {
             tokens: computed,
             len: rows.iter().sum::<usize>() / rows.len().max(1),
             counted: outputs as f64 / computed.max(1) as f64,
-            decodes: sampled.map(|(rows, tokens)| (own.min(rows), job.rows.longest_prompt() + tokens / 2)),
+            decodes: sampled.map(|(rows, tokens)| (rank_rows.min(rows), job.rows.longest_prompt() + tokens / 2)),
         })
     }
 }
@@ -135,9 +135,9 @@ impl Rates {
     pub(super) fn measure(passes: &Passes<'_>) -> Result<Self> {
         let bytes = memory_rate()?;
         let rates = if passes.sizes.config().check_causal_lm(Path::new("")).is_ok() {
-            of_model(passes, bytes).or_else(|_| of_products(passes, bytes))?
+            model_rates(passes, bytes).or_else(|_| product_rates(passes, bytes))?
         } else {
-            of_products(passes, bytes)?
+            product_rates(passes, bytes)?
         };
         tch_ext::release_memory();
         Ok(rates)
@@ -145,17 +145,17 @@ impl Rates {
 }
 
 /// The rates of a language model.
-fn of_model(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
+fn model_rates(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
     let config = passes.sizes.config();
     let narrow = config.reduced(FEW_WORDS, MOST_PARAMETERS);
     let wide = config.reduced(config.vocab_size.min(MOST_WORDS), MOST_PARAMETERS);
     let (trunk, headed) = (Trial::new(passes, &narrow)?, Trial::new(passes, &wide)?);
-    let [of_trunk, of_headed] = [&trunk, &headed].map(Trial::operations);
-    // Of the model with a head, the time of its layer is known.
+    let [trunk_operations, headed_operations] = [&trunk, &headed].map(Trial::operations);
+    // The rate of the layers comes from the model without a head. The rest of the time of the model with a head is its head's.
     let rates = |[trunk, headed]: [f64; 2], factor: f64| {
-        let layers = factor * of_trunk.layers / trunk;
-        let rest = (headed - factor * of_headed.layers / layers).max(headed / 100.0);
-        PassRates { layers, head: factor * of_headed.head / rest }
+        let layers = factor * trunk_operations.layers / trunk;
+        let rest = (headed - factor * headed_operations.layers / layers).max(headed / 100.0);
+        PassRates { layers, head: factor * headed_operations.head / rest }
     };
     let forward = rates([trunk.forward()?, headed.forward()?], 1.0);
     let training = match passes.factor {
@@ -164,11 +164,11 @@ fn of_model(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
     };
     let step = match passes.decodes {
         Some(rows) => {
-            let [of_layer, of_both] = [trunk.step(rows)?, headed.step(rows)?];
+            let [trunk_seconds, headed_seconds] = [trunk.step(rows)?, headed.step(rows)?];
             let [layers, head] = passes.sizes.products().map(|count| count as f64);
-            // Seconds are in proportion to the weights, all of which a step reads.
-            let of_head = (of_both - of_layer).max(of_both / 100.0);
-            of_layer * layers / trunk.products[0] + of_head * head / headed.products[1]
+            // A step reads all weights, so its time is in proportion to them.
+            let head_seconds = (headed_seconds - trunk_seconds).max(headed_seconds / 100.0);
+            trunk_seconds * layers / trunk.products[0] + head_seconds * head / headed.products[1]
         }
         None => 0.0,
     };
@@ -192,11 +192,12 @@ struct Trial {
 
 impl Trial {
     fn new(passes: &Passes<'_>, config: &ModelConfig) -> Result<Self> {
-        let (held, adapter) = (passes.held, passes.adapter.as_ref());
+        let stored_kind = passes.stored_kind;
+        let adapter = passes.adapter.as_ref();
         let is_frozen = adapter.is_some() || passes.factor.is_none();
         let options = ModelOptions {
             device: Device::Cpu,
-            dtype: Dtype::of(if is_frozen { held } else { Kind::Float }),
+            dtype: Dtype::of(if is_frozen { stored_kind } else { Kind::Float }),
             precision: match passes.compute {
                 Kind::BFloat16 => Precision::Bf16,
                 Kind::Half => Precision::F16,
@@ -211,9 +212,9 @@ impl Trial {
         }
         model.set_trainable(passes.factor.is_some());
         model.set_gradient_checkpointing(passes.gradient_checkpointing);
-        let sizes = ModelSizes::of_causal_lm(config.clone(), held, Path::new("config"))?;
+        let sizes = ModelSizes::of_causal_lm(config.clone(), stored_kind, Path::new("config"))?;
         let products = sizes.products().map(|count| count as f64);
-        let (sequences, spans) = rows_of(passes, products);
+        let (sequences, spans) = trial_rows(passes, products);
         let drops = |(lora, drops): &(LoraConfig, bool)| drops.then_some(lora.dropout);
         let dropout = adapter.and_then(drops).map(|share| DropoutRows {
             share,
@@ -248,7 +249,7 @@ impl Trial {
         seconds(|| {
             let batch = self.batch().with_dropout(self.dropout.as_ref());
             let options = LogprobOptions { entropy: self.with_entropy, ..1.0.into() };
-            self.model.logprobs_backward(batch, options, |_, found| found.logprobs.sum(Kind::Float)).map(drop)
+            self.model.logprobs_backward(batch, options, |_, outputs| outputs.logprobs.sum(Kind::Float)).map(drop)
         })
     }
 
@@ -262,10 +263,11 @@ impl Trial {
 
     /// Seconds of a step of decoding `rows` rows of `context` tokens.
     fn step(&self, (rows, context): (usize, usize)) -> Result<f64> {
-        let (rows, context) = (rows.clamp(1, MOST_ROWS), context.clamp(1, MOST_CONTEXT));
+        let rows = rows.clamp(1, MOST_ROWS);
+        let context = context.clamp(1, MOST_CONTEXT);
         let prompts = vec![vec![1; context]; rows];
         let tokens = Tensor::full([rows as i64], 1, (Kind::Int64, Device::Cpu));
-        let of_steps = |count: usize| {
+        let seconds_of_steps = |count: usize| {
             seconds(|| {
                 tch::no_grad(|| {
                     let (mut cache, _) = self.model.prefill(&prompts, STEPS + 1, StopCheck::NEVER)?;
@@ -273,13 +275,13 @@ impl Trial {
                 })
             })
         };
-        let [before, after] = [of_steps(1)?, of_steps(1 + STEPS)?];
+        let [before, after] = [seconds_of_steps(1)?, seconds_of_steps(1 + STEPS)?];
         Ok((after - before).max(after / 100.0) / STEPS as f64)
     }
 }
 
 /// Sequences like those of the run's largest pass, and the tokens with an output in each.
-fn rows_of(passes: &Passes<'_>, products: [f64; 2]) -> (Vec<Vec<i64>>, Vec<Range<usize>>) {
+fn trial_rows(passes: &Passes<'_>, products: [f64; 2]) -> (Vec<Vec<i64>>, Vec<Range<usize>>) {
     let most = (MOST_OPERATIONS / (6.0 * products.iter().sum::<f64>()).max(1.0)) as usize;
     let tokens = passes.tokens.clamp(2, most.clamp(16, 4096));
     let len = passes.len.clamp(2, tokens);
@@ -288,10 +290,11 @@ fn rows_of(passes: &Passes<'_>, products: [f64; 2]) -> (Vec<Vec<i64>>, Vec<Range
     (vec![vec![1; len]; count], vec![len - counted..len; count])
 }
 
-/// The rates of a model that is no language model: those of its products alone.
-fn of_products(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
+/// The rates of a model that is not a language model: those of its matrix products alone.
+fn product_rates(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
     let config = passes.sizes.config();
-    let (hidden, inner) = (config.hidden_size.min(2048), config.intermediate_size.min(4096));
+    let hidden = config.hidden_size.min(2048);
+    let inner = config.intermediate_size.min(4096);
     let tokens = (passes.tokens as i64).clamp(16, 1024);
     let random = |rows: i64| -> Result<Tensor> {
         Ok(Tensor::f_randn([rows, hidden], (Kind::Float, Device::Cpu))?.f_to_kind(passes.compute)?)
@@ -306,7 +309,7 @@ fn of_products(passes: &Passes<'_>, bytes: f64) -> Result<Rates> {
     Ok(Rates { training: pass, forward: pass, step: 0.0, bytes })
 }
 
-/// Bytes per second of an operation on tensors that no cache holds.
+/// Bytes per second of an operation on tensors that are too large for the caches.
 fn memory_rate() -> Result<f64> {
     let options = (Kind::Float, Device::Cpu);
     let (mut sum, x) = (Tensor::f_zeros([ELEMENTS], options)?, Tensor::f_ones([ELEMENTS], options)?);
@@ -317,14 +320,15 @@ fn memory_rate() -> Result<f64> {
     Ok(3.0 * 4.0 * ELEMENTS as f64 / took)
 }
 
-/// Seconds of one call of `f`: the least of some, after one that is not counted.
+/// Seconds of one call of `f`: the least of several, after one call that is not counted.
 fn seconds(mut f: impl FnMut() -> Result<()>) -> Result<f64> {
     f()?;
     let (began, mut calls, mut least) = (Instant::now(), 0, f64::INFINITY);
     while calls < CALLS || began.elapsed() < Duration::from_secs_f64(SECONDS) {
         let start = Instant::now();
         f()?;
-        (calls, least) = (calls + 1, start.elapsed().as_secs_f64().min(least));
+        calls += 1;
+        least = start.elapsed().as_secs_f64().min(least);
     }
     Ok(least.max(1e-9))
 }
@@ -347,7 +351,7 @@ mod tests {
                 let lora = LoraConfig { r: 4, dropout: 0.1, ..LoraConfig::default() };
                 let passes = Passes {
                     sizes: &sizes,
-                    held: Kind::BFloat16,
+                    stored_kind: Kind::BFloat16,
                     compute: Kind::BFloat16,
                     factor: Some(2.0),
                     adapter: Some((lora, true)),
@@ -359,8 +363,8 @@ mod tests {
                 };
                 let trial = Trial::new(&passes, &reduced).unwrap_or_else(|e| panic!("{name}: {e}"));
                 let batch = trial.batch().with_dropout(trial.dropout.as_ref());
-                let found = trial.model.logprobs_backward(batch, 1.0, |_, found| found.logprobs.sum(Kind::Float));
-                assert_eq!(found.unwrap().logprobs.size(), [6], "{name}");
+                let loss = trial.model.logprobs_backward(batch, 1.0, |_, loss| loss.logprobs.sum(Kind::Float));
+                assert_eq!(loss.unwrap().logprobs.size(), [6], "{name}");
                 assert!(trial.operations().layers > 0.0 && trial.operations().head > 0.0, "{name}");
             }
         }

@@ -69,9 +69,9 @@ impl Edit {
 /// Returns the changes that lower the peak of `job`, the most effective first.
 pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>) -> Vec<Remedy> {
     let peak = job.memory().peak;
-    let mut found: Vec<Remedy> = Vec::new();
+    let mut remedies: Vec<Remedy> = Vec::new();
     let mut add = |change: String, edit: &Edit, machine: Machine| {
-        if found.iter().any(|known: &Remedy| known.change == change) {
+        if remedies.iter().any(|known: &Remedy| known.change == change) {
             return;
         }
         let mut changed = run.clone();
@@ -81,7 +81,7 @@ pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>
         let saved = |memory: &PlannedMemory| peak.saturating_sub(memory.peak);
         if let Some(memory) = allowed.map(|other| other.memory()).filter(|memory| saved(memory) >= LEAST_SAVED) {
             let effect = edit.effect.clone();
-            found.push(Remedy { change, effect, peak: memory.peak, saves: saved(&memory), fits: memory.fits });
+            remedies.push(Remedy { change, effect, peak: memory.peak, saves: saved(&memory), fits: memory.fits });
         }
     };
     for edit in simple(run, job).iter().chain(&structural(run, job)) {
@@ -96,19 +96,19 @@ pub(super) fn find(run: &PlannedRun, models: &Models, rows: &Rows, job: &Job<'_>
     let place = if job.machine.device == Device::Cpu { "machines" } else { "GPUs" };
     let divided = Edit::new("--zero_stage 3", |run| run.run_mut().dist.zero_stage = ZeroStage::Stage3);
     let ranks = 2 * job.machine.ranks;
-    // More ranks have more rows, unless the size of the whole batch is set.
-    let rows_of = |ranks| as_ranks(ranks, || run.batch_size().ok());
-    let of_rows = if rows_of(ranks) == rows_of(job.machine.ranks) { ranks } else { job.machine.of_rows };
+    // More ranks mean more rows, unless the settings fix the size of the whole batch.
+    let batch_size = |ranks| as_ranks(ranks, || run.batch_size().ok());
+    let row_ranks = if batch_size(ranks) == batch_size(job.machine.ranks) { ranks } else { job.machine.row_ranks };
     add(
         format!("--zero_stage 3 on {ranks} {place} like this one"),
         &divided,
-        Machine { ranks, of_rows, ..job.machine },
+        Machine { ranks, row_ranks, ..job.machine },
     );
-    found.sort_by_key(|remedy| remedy.peak);
-    found
+    remedies.sort_by_key(|remedy| remedy.peak);
+    remedies
 }
 
-/// Adapters, unless there are some.
+/// Adapters, unless the run has some.
 fn adapters(job: &Job<'_>) -> Option<Edit> {
     let adapters = Edit::new("--use_peft", |run| match run {
         PlannedRun::Sft(config) => config.peft.use_peft = true,
@@ -190,7 +190,7 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
         }));
     }
     if let Some(four) = four_bits(run) {
-        // Quantized weights are frozen: those of a teacher are.
+        // Quantized weights are frozen, so a trained model needs an adapter; a teacher is frozen anyway.
         let others = adapters(job).filter(|_| job.distillation().is_none());
         edits.push(Edit::together(others.into_iter().chain([four]).collect()));
     }
@@ -218,10 +218,10 @@ fn structural(run: &PlannedRun, job: &Job<'_>) -> Vec<Edit> {
     edits
 }
 
-/// A smaller number of tokens of a micro-batch: the largest that fits, or half of what the run has; at least those of the longest row.
+/// A smaller number of tokens of a micro-batch: the largest that fits, or half of the run's, but at least the tokens of the longest row.
 fn smaller(job: &Job<'_>) -> usize {
-    let own = job.micro_batch(&job.memory());
-    let fits = own.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
-    let tokens = if (1..own.tokens).contains(&fits) { fits } else { (own.tokens / 2).max(LEAST_TOKENS) };
-    tokens.max(own.longest_row)
+    let planned = job.micro_batch(&job.memory());
+    let fits = planned.largest.unwrap_or(0) / LEAST_TOKENS * LEAST_TOKENS;
+    let tokens = if (1..planned.tokens).contains(&fits) { fits } else { (planned.tokens / 2).max(LEAST_TOKENS) };
+    tokens.max(planned.longest_row)
 }

@@ -21,7 +21,7 @@ use std::ops::Range;
 /// Number of updates whose rows are drawn, as the run will draw them.
 const UPDATES: usize = 16;
 
-/// Number of prompts with which sizes that do not depend on it are resolved.
+/// Number of prompts that stands in when sizes are resolved that do not depend on it.
 pub(super) const MANY_PROMPTS: usize = 1 << 20;
 
 /// Rows of the first updates of a run.
@@ -29,12 +29,12 @@ pub(super) const MANY_PROMPTS: usize = 1 << 20;
 pub(super) struct Rows {
     /// The rows of each update, in the order of the data; one update at least.
     pub(super) updates: Vec<Vec<Row>>,
-    /// Number of rows of the data: prompts in PPO. `None` if the data were not read.
+    /// Number of rows in the data (in PPO, of prompts). `None` if the data were not read.
     pub(super) available: Option<usize>,
-    /// Tokens of a block of text that the policy learns beside PPO or DPO; 0 if it learns none.
+    /// Tokens of a block of text that the policy learns in addition to PPO or DPO; 0 if there are no such texts.
     pub(super) block: usize,
-    /// Number of rows, one after another, that no pass divides: the two sides of a pair of DPO, else 1.
-    pub(super) rows_of_item: usize,
+    /// Number of adjacent rows that are never split over two passes: 2 for the sides of a pair in DPO, else 1.
+    pub(super) rows_per_item: usize,
     /// The model that samples the responses of each update of distillation; `None` where they are the dataset's. Empty for other runs.
     pub(super) samplers: Vec<Option<Role>>,
     /// Assumptions.
@@ -44,20 +44,20 @@ pub(super) struct Rows {
 /// One row: a sequence, or both sides of a pair of reward training; a pair of DPO is a group of two rows.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Row {
-    /// Tokens of the prompt, which other rows may begin with too; none where sequences are computed by themselves.
+    /// Tokens of the prompt, which other rows may share; empty if no computation is shared between rows.
     pub(super) prompt: Vec<i64>,
     /// Number of tokens.
     pub(super) len: usize,
-    /// Tokens that the encoder and the decoder of an encoder-decoder read; `None`: there is one stack, which reads all.
+    /// Number of tokens that the encoder and the decoder read; `None` for models with one stack, which reads all tokens.
     pub(super) pair: Option<[usize; 2]>,
     /// Number of tokens with an output.
     pub(super) outputs: usize,
-    /// Number of the group of responses to one prompt.
+    /// Index of the group of responses to one prompt.
     pub(super) group: usize,
 }
 
 impl Row {
-    /// Tokens that an encoder reads, and those that go through the decoder or the one stack.
+    /// Number of tokens that an encoder reads, and number that go through the decoder or the one stack.
     pub(super) fn read(&self) -> [usize; 2] {
         self.pair.unwrap_or([0, self.len])
     }
@@ -83,19 +83,19 @@ impl Rows {
         }
     }
 
-    /// Rows without data: no tokens at all, so that what a run needs is a lower bound.
+    /// Rows without any tokens, for a plan without data. The planned memory is then a lower bound.
     pub(super) fn unread(run: &PlannedRun) -> Self {
-        let (rows, rows_of_item) = match run {
+        let (rows, rows_per_item) = match run {
             PlannedRun::Ppo(_) | PlannedRun::Distill(_) => (run.batch_size().unwrap_or(1), 1),
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => (1, 1),
             PlannedRun::Dpo(_) => (2, 2),
         };
         let samplers = if let PlannedRun::Distill(config) = run { samplers(config) } else { Vec::new() };
         let updates = vec![vec![Row::default(); rows]; samplers.len().max(1)];
-        Self { updates, available: None, block: 0, rows_of_item, samplers, notes: Vec::new() }
+        Self { updates, available: None, block: 0, rows_per_item, samplers, notes: Vec::new() }
     }
 
-    /// `rows` blocks of text, each token of which but the first is an output.
+    /// `rows` blocks of text. Each token but the first is an output.
     pub(super) fn texts(&self, rows: usize) -> Vec<Row> {
         let text = Row { len: self.block, outputs: self.block.saturating_sub(1), ..Row::default() };
         vec![text; if self.block > 0 { rows } else { 0 }]
@@ -116,20 +116,20 @@ impl Rows {
         for dataset in &train {
             let rows = dataset.demonstrations_with(&tokenizer.limited_to(max_length), &options)?;
             let (rows, _) = shorten(rows, max_length, &tokenizer, dataset.path())?;
-            let own = into_blocks(rows, config.packing.then_some(max_length));
-            lens.push(own.len());
-            blocks.extend(own);
+            let dataset_blocks = into_blocks(rows, config.packing.then_some(max_length));
+            lens.push(dataset_blocks.len());
+            blocks.extend(dataset_blocks);
         }
         let batch = config.plan_for(blocks.len())?.batch_size;
         let rows = |block: usize| {
-            let of = |row: &data::Demonstration| Row {
+            let planned_row = |row: &data::Demonstration| Row {
                 len: row.tokens.len(),
                 // The decoder reads a start token, and not the last one.
                 pair: pairs.then(|| [row.prompt_len, row.tokens.len().saturating_sub(row.prompt_len)]),
                 outputs: row.tokens.len() - row.loss_start.min(row.tokens.len()),
                 ..Row::default()
             };
-            blocks[block].iter().map(of).collect::<Vec<_>>()
+            blocks[block].iter().map(planned_row).collect::<Vec<_>>()
         };
         Ok(Self::drawn(&lens, (config.run.seed, &config.data), batch, |blocks| {
             let mut rows: Vec<Row> = blocks.into_iter().flat_map(&rows).collect();
@@ -139,7 +139,8 @@ impl Rows {
     }
 
     fn of_reward(config: &RewardConfig, models: &Models) -> Result<Self> {
-        let (mut tokenizer, own) = (models.tokenizer()?, models.main.sizes.config());
+        let mut tokenizer = models.tokenizer()?;
+        let shape = models.main.sizes.config();
         reward_model::set_up_tokenizer(&mut tokenizer, config)?;
         let max_length = config.max_length.unwrap_or(usize::MAX).min(models.context());
         let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
@@ -148,7 +149,7 @@ impl Rows {
         let (mut lens, mut pairs) = (Vec::new(), Vec::new());
         for dataset in &train {
             let (read, _) = leave_out_long(
-                dataset.pairs(&tokenizer.limited_to(max_length), own.causal)?,
+                dataset.pairs(&tokenizer.limited_to(max_length), shape.causal)?,
                 max_length,
                 dataset.path(),
             )?;
@@ -163,9 +164,9 @@ impl Rows {
         Ok(Self::drawn(&lens, (config.run.seed, &config.data), batch, |rows| {
             let mut rows: Vec<(usize, usize)> = rows.into_iter().map(row).collect();
             rows.sort_by_key(|(longest, _)| *longest);
-            let pair = own.is_encoder_decoder();
-            let of = |len| Row { len, pair: pair.then_some([len, len]), outputs: 2, ..Row::default() };
-            rows.into_iter().map(|(_, len)| of(len)).collect()
+            let pair = shape.is_encoder_decoder();
+            let planned_row = |len| Row { len, pair: pair.then_some([len, len]), outputs: 2, ..Row::default() };
+            rows.into_iter().map(|(_, len)| planned_row(len)).collect()
         }))
     }
 
@@ -177,10 +178,10 @@ impl Rows {
         let shapes = [Some(models.policy()), models.reference_config()];
         let (pairs, lens) = planned_pairs(config, &mut tokenizer, &sources, max_length, shapes)?;
         let batch = config.plan_for(pairs.len())?.batch_size;
-        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
+        let mut rows = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
             let mut drawn: Vec<&PairRow> = drawn.into_iter().map(|pair| &pairs[pair]).collect();
             drawn.sort_by_key(|pair| pair.tokens());
-            let of_pair = |(group, pair): (usize, &PairRow)| {
+            let sides = |(group, pair): (usize, &PairRow)| {
                 [0, 1].map(|side| Row {
                     prompt: pair.prompt(side).to_vec(),
                     len: pair.sides[side].len(),
@@ -189,24 +190,24 @@ impl Rows {
                     ..Row::default()
                 })
             };
-            drawn.into_iter().enumerate().flat_map(of_pair).collect()
+            drawn.into_iter().enumerate().flat_map(sides).collect()
         });
-        found.rows_of_item = 2;
+        rows.rows_per_item = 2;
         if config.unsupervised.unsupervised_dataset_name.is_some() {
-            found.block = max_length;
-            found.notes.push(texts_note(found.block));
+            rows.block = max_length;
+            rows.notes.push(texts_note(rows.block));
         }
         if config.precompute_ref_log_probs {
-            found.notes.push(
+            rows.notes.push(
                 "precompute_ref_log_probs: the time of the reference model's passes before the first update is not planned".into(),
             );
         }
         if config.loss.loss_type.iter().any(|loss| loss.sorts()) {
-            found.notes.push(
+            rows.notes.push(
                 "a loss that sorts pairs: the time of its passes without gradients, where a micro-batch takes several passes or ranks, is not planned".into(),
             );
         }
-        Ok(found)
+        Ok(rows)
     }
 
     fn of_distillation(config: &DistillConfig, models: &Models) -> Result<Self> {
@@ -216,17 +217,17 @@ impl Rows {
         let shapes = [Some(models.policy()), models.reference_config()];
         let (rows, lens) = planned_rows(config, &mut tokenizer, &sources, shapes)?;
         let batch = config.plan_for(rows.len())?.batch_size;
-        let of = |row: &DistillRow| Row {
+        let planned_row = |row: &DistillRow| Row {
             prompt: row.prompt().to_vec(),
             len: row.tokens.len(),
             outputs: row.outputs(),
             ..Row::default()
         };
-        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
-            drawn.into_iter().map(|row| of(&rows[row])).collect()
+        let mut planned = Self::drawn(&lens, (config.run.seed, &config.data), batch, |drawn| {
+            drawn.into_iter().map(|row| planned_row(&rows[row])).collect()
         });
-        found.samplers = samplers(config);
-        for (update, sampler) in found.updates.iter_mut().zip(&found.samplers) {
+        planned.samplers = samplers(config);
+        for (update, sampler) in planned.updates.iter_mut().zip(&planned.samplers) {
             if sampler.is_some() {
                 let new = config.max_completion_length;
                 update.iter_mut().for_each(|row| (row.len, row.outputs) = (row.prompt.len() + new, new));
@@ -234,17 +235,17 @@ impl Rows {
             update.sort_by_key(|row| row.len);
         }
         if config.loss.loss_type == DistillLoss::Jsd {
-            found.notes.push(
+            planned.notes.push(
                 "the time of the divergences over the vocabulary is not planned, beside the logits of both models"
                     .into(),
             );
         }
-        Ok(found)
+        Ok(planned)
     }
 
     fn of_prompts(config: &PpoConfig, models: &Models) -> Result<Self> {
-        let of_models = prompt_limit(models.policy(), models.context(), config.response_length)?;
-        let limit = PromptLimit::new(&config.prompt_length, of_models)?;
+        let context_limit = prompt_limit(models.policy(), models.context(), config.response_length)?;
+        let limit = PromptLimit::new(&config.prompt_length, context_limit)?;
         let (prompts, lens, notes) = match Sources::find(&config.data, config.eval_dataset_name.as_deref()) {
             Ok(sources) => {
                 check_held_out(&config.eval, &sources, &config.data)?;
@@ -252,10 +253,10 @@ impl Rows {
                 (prompts, lens, Vec::new())
             }
             Err(error) => {
-                // Data that are not there have a stand-in; settings that contradict each other do not.
+                // Missing data are replaced by made-up prompts. An error in the settings is returned.
                 let longest = config.prompt_length.max_prompt_length.filter(|_| !error.is_usage());
                 let Some(longest) = longest else { return Err(error) };
-                // Prompts without tokens in common.
+                // No two of these prompts have a token in common.
                 let prompts = (0..MOST_MADE as i64).map(|row| vec![-row - 1; longest]).collect::<Vec<_>>();
                 let note = format!("each prompt is taken to have max_prompt_length = {longest} tokens: {error}");
                 (prompts, Vec::new(), vec![note])
@@ -265,9 +266,10 @@ impl Rows {
         let lens = if read { lens } else { vec![prompts.len()] };
         let plan = config.plan_for(lens.iter().sum())?;
         let size = config.advantage.num_generations;
-        let (response, pairs) = (config.response_length, models.policy().is_encoder_decoder());
+        let response = config.response_length;
+        let pairs = models.policy().is_encoder_decoder();
         let rows = |drawn: Vec<usize>| -> Vec<Row> {
-            let of = |(group, prompt): (usize, usize)| Row {
+            let planned_row = |(group, prompt): (usize, usize)| Row {
                 prompt: prompts[prompt].clone(),
                 len: prompts[prompt].len() + response,
                 // The decoder reads a start token before the response.
@@ -275,20 +277,21 @@ impl Rows {
                 outputs: response,
                 group,
             };
-            let groups = drawn.into_iter().enumerate().map(of);
+            let groups = drawn.into_iter().enumerate().map(planned_row);
             groups.flat_map(|row| std::iter::repeat_n(row, size)).collect()
         };
-        let mut found = Self::drawn(&lens, (config.run.seed, &config.data), plan.prompts, rows);
-        found.available = read.then_some(found.available).flatten();
-        found.notes = notes;
+        let mut drawn = Self::drawn(&lens, (config.run.seed, &config.data), plan.prompts, rows);
+        drawn.available = read.then_some(drawn.available).flatten();
+        drawn.notes = notes;
         if config.unsupervised.unsupervised_dataset_name.is_some() {
-            found.block = limit.max_length() + response;
-            found.notes.push(texts_note(found.block));
+            drawn.block = limit.max_length() + response;
+            drawn.notes.push(texts_note(drawn.block));
         }
-        Ok(found)
+        Ok(drawn)
     }
 
-    /// Draws the rows of the first updates, `batch` of them each, as the run will draw them; `rows` returns those at some places.
+    /// Draws the first updates of `batch` items each, in the same order as the run will. `rows` returns the rows of the items with the
+    /// indices that it gets.
     fn drawn(
         lens: &[usize],
         (seed, data): (u64, &DataConfig),
@@ -297,13 +300,13 @@ impl Rows {
     ) -> Self {
         let mut cursor = Cursor::mixture(seed, lens, &data.dataset_weights);
         let updates = (0..UPDATES).map(|_| rows(cursor.take(batch))).collect();
-        let (available, samplers, notes) = (Some(lens.iter().sum()), Vec::new(), Vec::new());
-        Self { updates, available, block: 0, rows_of_item: 1, samplers, notes }
+        let available = Some(lens.iter().sum());
+        Self { updates, available, block: 0, rows_per_item: 1, samplers: Vec::new(), notes: Vec::new() }
     }
 
-    /// The number of tokens of the longest row, or pair, whose shared prompt may be computed once.
+    /// The number of tokens of the longest row or pair. With `shares`, the common first tokens of a pair count once.
     pub(super) fn longest(&self, shares: bool) -> usize {
-        let items = self.updates.iter().flat_map(|update| update.chunks(self.rows_of_item));
+        let items = self.updates.iter().flat_map(|update| update.chunks(self.rows_per_item));
         items.map(|item| item_tokens(&item.iter().collect::<Vec<_>>(), shares)).max().unwrap_or(0)
     }
 
@@ -313,8 +316,8 @@ impl Rows {
     }
 }
 
-/// The model that samples the responses of each of the first updates, as the run will draw it. Where these updates have one kind of responses and
-/// the run has two, the last of them stands for the other.
+/// The model that samples the responses of each of the first updates, drawn as in the run. If the run has two kinds of responses and these
+/// updates have only one of them, the last update stands for the other kind.
 fn samplers(config: &DistillConfig) -> Vec<Option<Role>> {
     let role = |source: Source| match source {
         Source::Rows => None,
@@ -335,7 +338,7 @@ fn texts_note(block: usize) -> String {
     format!("unsupervised_dataset_name: its texts are taken to fill blocks of {block} tokens")
 }
 
-/// Number of prompts that stand for those that cannot be read.
+/// Number of made-up prompts that replace prompts that cannot be read.
 const MOST_MADE: usize = 256;
 
 /// Reads the prompts of the run, and their number in each dataset.
@@ -372,35 +375,35 @@ pub(super) struct Limits {
     pub(super) tokens: usize,
     /// First tokens that rows have in common are computed once.
     pub(super) shares: bool,
-    /// Rows, one after another, that no pass divides; `rows` counts these.
-    pub(super) rows_of_item: usize,
+    /// Number of adjacent rows that are never split over two passes. `rows` counts such groups of rows.
+    pub(super) rows_per_item: usize,
 }
 
 /// The passes over a part of `rows`, in the order of their groups.
 pub(super) fn passes(rows: &[Row], limits: Limits) -> Vec<PassTokens> {
     let mut order: Vec<&Row> = rows.iter().collect();
     order.sort_by_key(|row| row.group);
-    let (shared, size) = (shared_of(&order, limits.shares), limits.rows_of_item);
+    let (shared, size) = (shared_tokens(&order, limits.shares), limits.rows_per_item);
     let items: Vec<&[&Row]> = order.chunks(size).collect();
     let places: Vec<usize> = (0..items.len()).collect();
     let tokens = |&at: &usize| (item_tokens(items[at], limits.shares), if size == 1 { shared[at] } else { 0 });
     let parts = micro_batches(&places, limits.rows, limits.tokens, tokens);
-    parts.into_iter().map(|part| tokens_of(&items[part[0]..part[0] + part.len()].concat(), limits.shares)).collect()
+    parts.into_iter().map(|part| pass_tokens(&items[part[0]..part[0] + part.len()].concat(), limits.shares)).collect()
 }
 
-/// The tokens of rows that no pass divides.
+/// The number of tokens of rows that are never split over two passes.
 fn item_tokens(item: &[&Row], shares: bool) -> usize {
-    let shared: usize = shared_of(item, shares && item.len() > 1).iter().sum();
+    let shared: usize = shared_tokens(item, shares && item.len() > 1).iter().sum();
     item.iter().map(|row| row.len).sum::<usize>() - shared
 }
 
 /// The tokens of a pass over `rows`.
-pub(super) fn tokens_of(rows: &[&Row], shares: bool) -> PassTokens {
+pub(super) fn pass_tokens(rows: &[&Row], shares: bool) -> PassTokens {
     let outputs = rows.iter().map(|row| row.outputs).sum();
     let attended: usize = rows.iter().map(|row| row.read()[1]).sum();
     let in_rows = [rows.len(), rows.iter().map(|row| row.read()[1]).max().unwrap_or(0)];
     if rows.iter().all(|row| row.pair.is_none()) {
-        let shared: usize = shared_of(rows, shares).iter().sum();
+        let shared: usize = shared_tokens(rows, shares).iter().sum();
         let source = SourceTokens::default();
         return PassTokens { computed: attended - shared, attended, outputs, rows: in_rows, source };
     }
@@ -423,19 +426,19 @@ pub(super) fn reads(rows: &[&Row], at: usize) -> bool {
     rows[at].pair.is_some() && (at == 0 || prompt.is_empty() || rows[at - 1].prompt != *prompt)
 }
 
-/// Number of first tokens of each row that it has in common with the row before it.
-fn shared_of(rows: &[&Row], shares: bool) -> Vec<usize> {
+/// Number of first tokens that each row has in common with the row before it.
+fn shared_tokens(rows: &[&Row], shares: bool) -> Vec<usize> {
     let tokens = rows.iter().map(|row| row.len).sum();
-    let found = if shares { shared_lens(rows.iter().map(|row| &row.prompt[..]), tokens) } else { None };
-    found.unwrap_or_else(|| vec![0; rows.len()])
+    let shared = if shares { shared_lens(rows.iter().map(|row| &row.prompt[..]), tokens) } else { None };
+    shared.unwrap_or_else(|| vec![0; rows.len()])
 }
 
-/// The parts of `rows` that the ranks have, as a run divides them: of about as many tokens, and of whole items of `size` rows. Ranks without rows
-/// are left out.
+/// The parts of `rows` of the ranks, divided as in a run: parts of about equal numbers of tokens, made of whole items of `size` rows. Ranks
+/// without rows are left out.
 pub(super) fn shares(rows: &[Row], ranks: usize, size: usize) -> Vec<&[Row]> {
     let items: Vec<usize> = rows.chunks(size).map(|item| item.iter().map(|row| row.len).sum()).collect();
-    let rows_of = |part: Range<usize>| &rows[part.start * size..(part.end * size).min(rows.len())];
-    shares_by(&items, ranks.max(1)).into_iter().filter(|part| !part.is_empty()).map(rows_of).collect()
+    let part_rows = |part: Range<usize>| &rows[part.start * size..(part.end * size).min(rows.len())];
+    shares_by(&items, ranks.max(1)).into_iter().filter(|part| !part.is_empty()).map(part_rows).collect()
 }
 
 #[cfg(test)]
@@ -452,7 +455,7 @@ mod tests {
         assert_eq!(lens(2, 1), [vec![1, 1, 2, 2, 3, 3], vec![6, 6]]);
         assert_eq!(lens(4, 2).concat(), [1, 1, 2, 2, 3, 3, 6, 6]);
         assert!(lens(4, 2).iter().all(|part| part.len().is_multiple_of(2)));
-        // More ranks than rows; and rows that were not read.
+        // More ranks than rows, and rows that were not read.
         assert_eq!(lens(100, 1).len(), 8);
         assert_eq!(shares(&[Row::default()], 2, 1).len(), 1);
     }

@@ -1,4 +1,4 @@
-//! The plan of a pipeline: its stages in their order, each of which starts from models that earlier ones are still to write.
+//! The plan of a pipeline: its stages in order. A stage may start from a model that an earlier stage will write.
 
 use super::{PipelinePlan, PlanOptions, PlannedRun};
 use crate::settings::Stage;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 pub(super) struct Made {
     /// Its folder.
     pub(super) dir: PathBuf,
-    /// The model that it has the form of, and its revision.
+    /// The model that it has the architecture of, and that model's revision.
     pub(super) from: PathBuf,
     pub(super) revision: Option<String>,
     /// The folder or name of its tokenizer.

@@ -143,24 +143,24 @@ fn seconds(seconds: f64) -> String {
 }
 
 /// The tokens of a pass, and how many would fit.
-fn micro_batch(own: &PlannedMicroBatch) -> String {
-    let limit = if own.tokens > own.limit {
-        format!("those of the longest row; at most {} otherwise", own.limit)
+fn micro_batch(planned: &PlannedMicroBatch) -> String {
+    let limit = if planned.tokens > planned.limit {
+        format!("those of the longest row; at most {} otherwise", planned.limit)
     } else {
-        format!("at most {}", own.limit)
+        format!("at most {}", planned.limit)
     };
-    let per_token = match own.bytes_per_token as f64 / 1024.0 {
+    let per_token = match planned.bytes_per_token as f64 / 1024.0 {
         kib if kib < 100.0 => format!("{kib:.1} KiB"),
         kib => format!("{:.2} MiB", kib / 1024.0),
     };
-    let largest = match own.largest {
+    let largest = match planned.largest {
         Some(0) | None => String::new(),
-        Some(largest) if largest < own.longest_row => {
-            format!("; the largest that fits has about {largest} tokens, and the longest row {}", own.longest_row)
+        Some(largest) if largest < planned.longest_row => {
+            format!("; the largest that fits has about {largest} tokens, and the longest row {}", planned.longest_row)
         }
         Some(largest) => format!("; the largest that fits has about {largest} tokens"),
     };
-    format!("micro-batch: {} tokens ({limit}), {per_token} a token{largest}\n", own.tokens)
+    format!("micro-batch: {} tokens ({limit}), {per_token} a token{largest}\n", planned.tokens)
 }
 
 fn work(plan: &Plan) -> String {

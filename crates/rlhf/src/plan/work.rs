@@ -12,7 +12,7 @@ use crate::settings::{DistillConfig, PpoConfig};
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Work {
     pub(super) planned: PlannedWork,
-    /// Operations of reading the prompts and of decoding.
+    /// Operations of prefill and of decoding.
     prefill: Operations,
     decode: Operations,
     /// Steps of decoding.
@@ -41,19 +41,19 @@ pub(super) fn of(job: &Job<'_>) -> Work {
             PlannedRun::Sft(_) | PlannedRun::Reward(_) => {}
         }
     }
-    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len) / job.rows.rows_of_item;
+    work.planned.rows_per_update = job.rows.updates.first().map_or(0, Vec::len) / job.rows.rows_per_item;
     work.planned.updates = updates(job);
     work.planned.flops_per_update =
         [work.prefill, work.decode, work.scoring, work.training].iter().map(|part| part.total()).sum();
-    let of_run = |of_update: f64| work.planned.updates.map(|updates| of_update * updates as f64);
-    work.planned.tokens = of_run(work.planned.tokens_per_update);
-    work.planned.flops = of_run(work.planned.flops_per_update);
+    let run_total = |update_total: f64| work.planned.updates.map(|updates| update_total * updates as f64);
+    work.planned.tokens = run_total(work.planned.tokens_per_update);
+    work.planned.flops = run_total(work.planned.flops_per_update);
     work
 }
 
 /// Number of updates; `None` if it depends on the number of rows, and that is not known.
 fn updates(job: &Job<'_>) -> Option<usize> {
-    let of_plan = |rows: usize| match job.run {
+    let planned_updates = |rows: usize| match job.run {
         PlannedRun::Sft(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Reward(config) => config.plan_for(rows).map(|plan| plan.num_updates),
         PlannedRun::Dpo(config) => config.plan_for(rows).map(|plan| plan.num_updates),
@@ -61,8 +61,10 @@ fn updates(job: &Job<'_>) -> Option<usize> {
         PlannedRun::Ppo(config) => config.plan_for(rows).map(|plan| plan.num_total_batches),
     };
     match job.rows.available {
-        Some(rows) => of_plan(rows.max(1)).ok(),
-        None => of_plan(MANY_PROMPTS).ok().filter(|many| of_plan(2 * MANY_PROMPTS).is_ok_and(|more| more == *many)),
+        Some(rows) => planned_updates(rows.max(1)).ok(),
+        None => planned_updates(MANY_PROMPTS)
+            .ok()
+            .filter(|many| planned_updates(2 * MANY_PROMPTS).is_ok_and(|more| more == *many)),
     }
 }
 
@@ -79,9 +81,9 @@ fn training(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
     };
     for member in job.members.iter().filter(|member| member.is_trained) {
         work.training.add(forward(member.sizes, read), epochs * factor(job, member) / count);
-        work.stepped += steps * (member.held.trained * 4 * 7) as f64 / count;
+        work.stepped += steps * (member.footprint.trained * 4 * 7) as f64 / count;
     }
-    let texts = job.rows.texts(update.len() / job.rows.rows_of_item);
+    let texts = job.rows.texts(update.len() / job.rows.rows_per_item);
     if let (false, Some(policy)) = (texts.is_empty(), job.members.first()) {
         let read = Read::of_rows(&texts, false, 1.0);
         work.training.add(forward(policy.sizes, read), epochs * factor(job, policy) / count);
@@ -121,18 +123,19 @@ fn decoding(
 /// Adds sampling of distillation's responses of the update at `at`, if a model samples them.
 fn sampling(job: &Job<'_>, config: &DistillConfig, at: usize, count: f64, work: &mut Work) {
     let Some(Some(role)) = job.rows.samplers.get(at).copied() else { return };
-    let (Some(student), Some(by)) = (job.members.first(), job.members.iter().find(|member| member.role == role)) else {
+    let (Some(student), Some(sampler)) = (job.members.first(), job.members.iter().find(|member| member.role == role))
+    else {
         return;
     };
     let before = work.decode_steps;
     let sizes = (1, config.max_completion_length, config.local_rollout_forward_batch_size);
-    decoding(by, &job.rows.updates[at], sizes, count, work);
-    // The rate is that of the student; a step reads all weights.
+    decoding(sampler, &job.rows.updates[at], sizes, count, work);
+    // The measured rate is the student's. A step reads all weights, so its time is in proportion to them.
     let products = |member: &Member<'_>| member.sizes.products().iter().sum::<usize>().max(1) as f64;
-    work.decode_steps = before + (work.decode_steps - before) * products(by) / products(student);
+    work.decode_steps = before + (work.decode_steps - before) * products(sampler) / products(student);
 }
 
-/// Adds a pass of each other model than the policy, or the student, over `update`.
+/// Adds a pass over `update` of each model except the policy or the student.
 fn scoring(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
     for member in
         job.members.iter().filter(|member| !matches!(member.role, Role::Policy | Role::Model) && !member.is_dropped)
@@ -144,7 +147,7 @@ fn scoring(job: &Job<'_>, update: &[Row], count: f64, work: &mut Work) {
 
 /// Seconds of an update on a machine with these rates, which its ranks share.
 pub(super) fn time(rates: &Rates, work: &Work) -> PlannedTime {
-    // Ranks on a machine without a GPU share its processors, so all of its work goes at its rate.
+    // Ranks on a machine without a GPU share its processors, so the work of all ranks runs at the rate of the whole machine.
     let rollout = rates.forward.seconds(work.prefill) + work.decode_steps * rates.step;
     let scoring = rates.forward.seconds(work.scoring);
     let training = rates.training.seconds(work.training) + work.stepped / rates.bytes;

@@ -1,4 +1,4 @@
-//! The charts of a report: which metrics are drawn, together with which, and in what order.
+//! The charts of a report: which metrics are drawn together, and in what order.
 
 use super::marks::marks;
 use super::read::Run;
@@ -147,11 +147,11 @@ const REWARDS: &str = "Score";
 const TOOLS: &str = "Tools";
 const TIME: &str = "Time";
 
-/// Beginnings of the names of one reward's scores, of training and of held-out prompts.
-const OF_REWARD: &str = "objective/scores/";
-const HELD_OUT: &str = "eval/scores/";
+/// Beginnings of the names of a single reward's scores, on training and on held-out prompts.
+const TRAINING_SCORES: &str = "objective/scores/";
+const HELD_OUT_SCORES: &str = "eval/scores/";
 
-/// Metrics that place the others, and are no curves.
+/// Metrics that give the position of an update in the run. They have no curves.
 const PLACES: [&str; 3] = ["step", "episode", "epoch"];
 
 /// Charts under a heading.
@@ -169,7 +169,7 @@ pub(crate) struct Charts<'a> {
     pub others: Vec<Chart<'a>>,
     /// Metrics that are the same number in all updates of all runs.
     pub constant: Vec<(&'a str, f64)>,
-    /// Metrics whose numbers are those of another one, which is drawn, in all updates of all runs.
+    /// Metrics that have the same numbers as a drawn metric in all updates of all runs.
     pub equal: Vec<(&'a str, &'a str)>,
 }
 
@@ -186,7 +186,7 @@ impl<'a> Charts<'a> {
             }
             match title {
                 REWARDS => charts.extend(left.rewards()),
-                TOOLS => charts.extend(left.of_environments()),
+                TOOLS => charts.extend(left.environments()),
                 TIME => charts.extend(left.named("Seconds in rewards", "s per update", "time/reward/")),
                 _ => {}
             }
@@ -198,7 +198,7 @@ impl<'a> Charts<'a> {
         sections.retain(|section| !section.charts.is_empty());
         let names = left.names.clone();
         let chart = |name: String| {
-            let title = own_name(runs, &name);
+            let title = metric_name(runs, &name);
             left.charts(title, "", vec![(String::new(), &name)])
         };
         let mut others: Vec<Chart<'a>> = names.into_iter().flat_map(chart).collect();
@@ -239,24 +239,25 @@ impl<'a> Left<'a> {
         let all = runs.iter().flat_map(Run::names).map(Cow::into_owned);
         let mut names: Vec<String> =
             all.filter(|name| !PLACES.contains(&name.as_str()) && seen.insert(name.clone())).collect();
-        let (mut constants, mut same) = (Vec::new(), Vec::new());
+        let mut constants = Vec::new();
+        let mut same = Vec::new();
         names.retain(|name| {
-            // Scores are drawn also where they never change.
-            let found = constant(runs, name).filter(|_| !is_any_score(name));
-            constants.extend(found.map(|value| (own_name(runs, name), value)));
-            found.is_none()
+            // Scores are drawn even if they never change.
+            let value = constant(runs, name).filter(|_| !is_any_score(name));
+            constants.extend(value.map(|value| (metric_name(runs, name), value)));
+            value.is_none()
         });
-        // Of equal metrics the one that comes first on the page is drawn.
+        // If several metrics are equal, only the one that comes first on the page is drawn.
         let mut by_place: Vec<&String> = names.iter().collect();
         by_place.sort_by_key(|name| place(name));
         let mut drawn: Vec<&str> = Vec::new();
         let mut repeated = HashSet::new();
         for name in by_place {
-            // A reward that is the whole score has no chart, and no held-out one: see `rewards`.
-            let is_of_reward = name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT);
-            match drawn.iter().find(|other| !is_of_reward && is_equal(runs, other, name)) {
+            // `rewards` leaves out a reward that is the whole score, on training and on held-out prompts.
+            let is_reward_score = name.starts_with(TRAINING_SCORES) || name.starts_with(HELD_OUT_SCORES);
+            match drawn.iter().find(|other| !is_reward_score && is_equal(runs, other, name)) {
                 Some(other) => {
-                    same.push((own_name(runs, name), own_name(runs, other)));
+                    same.push((metric_name(runs, name), metric_name(runs, other)));
                     repeated.insert(name.clone());
                 }
                 None => drawn.push(name),
@@ -266,7 +267,7 @@ impl<'a> Left<'a> {
         Self { runs, names, constant: constants, equal: same }
     }
 
-    /// Takes the metrics of `lines` that are left, and returns them in one chart; for several runs in one chart each.
+    /// Takes those metrics of `lines` that are left, and returns them in one chart; for several runs each metric has its own chart.
     fn charts(&mut self, title: &str, unit: &'static str, lines: Vec<(String, &str)>) -> Vec<Chart<'a>> {
         let lines: Vec<_> = lines.into_iter().filter_map(|(label, name)| Some((label, self.take(name)?))).collect();
         if let [run] = self.runs {
@@ -289,8 +290,8 @@ impl<'a> Left<'a> {
         let is_alone = lines.len() == 1;
         let chart = |(label, name): (String, String)| {
             let title = if is_alone || label.is_empty() { title.to_string() } else { format!("{title}: {label}") };
-            let of_run = |(colour, run): (usize, &'a Run)| curve(run, &name, run.label.clone(), colour);
-            let curves: Vec<Curve<'_>> = self.runs.iter().enumerate().filter_map(of_run).collect();
+            let run_curve = |(colour, run): (usize, &'a Run)| curve(run, &name, run.label.clone(), colour);
+            let curves: Vec<Curve<'_>> = self.runs.iter().enumerate().filter_map(run_curve).collect();
             (!curves.is_empty()).then_some(Chart { title, unit, curves, marks: Vec::new() })
         };
         lines.into_iter().filter_map(chart).collect()
@@ -299,8 +300,8 @@ impl<'a> Left<'a> {
     /// Returns a chart for the score of each reward, unless it is the whole score.
     fn rewards(&mut self) -> Vec<Chart<'a>> {
         let mut charts = Vec::new();
-        for name in self.after(OF_REWARD) {
-            let (training, held_out) = (format!("{OF_REWARD}{name}"), format!("{HELD_OUT}{name}"));
+        for name in self.after(TRAINING_SCORES) {
+            let (training, held_out) = (format!("{TRAINING_SCORES}{name}"), format!("{HELD_OUT_SCORES}{name}"));
             let lines =
                 vec![("training prompts".to_string(), training.as_str()), ("held-out prompts".into(), &held_out)];
             let drawn = self.charts(&format!("Reward {name}"), "", lines);
@@ -310,7 +311,7 @@ impl<'a> Left<'a> {
     }
 
     /// Returns a chart for each number that an environment gave.
-    fn of_environments(&mut self) -> Vec<Chart<'a>> {
+    fn environments(&mut self) -> Vec<Chart<'a>> {
         let start = "environment/";
         let names =
             self.after(start).into_iter().map(|name| (format!("Environment: {name}"), format!("{start}{name}")));
@@ -336,14 +337,14 @@ impl<'a> Left<'a> {
     }
 }
 
-/// Returns a curve of a run's metric, if it has that.
+/// Returns a curve of a run's metric, if the run has the metric.
 fn curve<'a>(run: &'a Run, name: &str, label: String, colour: usize) -> Option<Curve<'a>> {
     let error = run.points(&format!("{name}_stderr")).and_then(|points| points.last()).map(|point| point.1);
     run.series(name).map(|series| Curve { label, metric: &series.name, colour, points: &series.points, error })
 }
 
 /// Returns the name of a metric in the first run that has it.
-fn own_name<'a>(runs: &'a [Run], name: &str) -> &'a str {
+fn metric_name<'a>(runs: &'a [Run], name: &str) -> &'a str {
     runs.iter().find_map(|run| run.series(name)).map_or("", |series| &series.name)
 }
 
@@ -353,15 +354,17 @@ fn place(name: &str) -> usize {
     lines.position(|(_, metric)| *metric == name).unwrap_or(usize::MAX)
 }
 
-/// Whether a metric is a score, of all rewards or of one, of training or of held-out prompts.
+/// Whether a metric is a score, of all rewards or of one, on training or on held-out prompts.
 fn is_any_score(name: &str) -> bool {
-    ["objective/scores", "eval/score"].contains(&name) || name.starts_with(OF_REWARD) || name.starts_with(HELD_OUT)
+    ["objective/scores", "eval/score"].contains(&name)
+        || name.starts_with(TRAINING_SCORES)
+        || name.starts_with(HELD_OUT_SCORES)
 }
 
-/// Values from which on two equal metrics are one.
+/// Number of equal values from which on two metrics count as the same.
 const FEW_VALUES: usize = 3;
 
-/// Returns whether two metrics are the same numbers in all updates of all runs, but for rounding, and there are enough of them to tell.
+/// Returns whether two metrics are the same numbers in all updates of all runs, up to rounding, with enough values to tell.
 fn is_equal(runs: &[Run], a: &str, b: &str) -> bool {
     let mut values = 0;
     let mut is_same = |(a, b): (&Point, &Point)| {
@@ -376,7 +379,7 @@ fn is_equal(runs: &[Run], a: &str, b: &str) -> bool {
     runs.iter().all(&mut is_equal) && values >= FEW_VALUES
 }
 
-/// Returns whether a metric is the score, but for rounding.
+/// Returns whether a metric is the score, up to rounding.
 fn is_score(run: &Run, name: &str) -> bool {
     let (score, points) = (run.points("objective/scores"), run.points(name));
     score.zip(points).is_some_and(|(score, points)| {

@@ -47,9 +47,9 @@ pub struct AlarmMark {
 pub(crate) fn marks(runs: &[Run], metrics: &[&str]) -> Vec<AlarmMark> {
     let mut marks = Vec::new();
     for (at, run) in runs.iter().enumerate() {
-        let own: Vec<&Alarm> = run.alarms.iter().filter(|alarm| is_about(alarm, metrics)).collect();
+        let alarms: Vec<&Alarm> = run.alarms.iter().filter(|alarm| is_about(alarm, metrics)).collect();
         let is_alone = runs.len() == 1;
-        marks.extend(spread(own.len(), MOST_MARKS).into_iter().map(|place| own[place]).map(|alarm| AlarmMark {
+        marks.extend(spread(alarms.len(), MOST_MARKS).into_iter().map(|place| alarms[place]).map(|alarm| AlarmMark {
             update: alarm.step,
             label: if is_alone { alarm.name.clone() } else { format!("{}: {}", run.label, alarm.name) },
             colour: (!is_alone).then_some(at),
@@ -61,8 +61,9 @@ pub(crate) fn marks(runs: &[Run], metrics: &[&str]) -> Vec<AlarmMark> {
 
 /// Returns whether the alarm is about one of these metrics. A rollback changes all.
 fn is_about(alarm: &Alarm, metrics: &[&str]) -> bool {
-    let own = METRICS.iter().find(|(name, _)| *name == alarm.name).map_or(&[][..], |(_, own)| own);
-    alarm.is_rollback() || metrics.contains(&ALL) || own.iter().any(|metric| metrics.contains(metric))
+    let alarm_metrics =
+        METRICS.iter().find(|(name, _)| *name == alarm.name).map_or(&[][..], |(_, alarm_metrics)| alarm_metrics);
+    alarm.is_rollback() || metrics.contains(&ALL) || alarm_metrics.iter().any(|metric| metrics.contains(metric))
 }
 
 #[cfg(test)]

@@ -28,7 +28,7 @@ const LIVE_SCRIPT: &str = include_str!("live.js");
 /// Points of all curves together, about: three per column of a chart and curve.
 const MOST_POINTS: usize = 60_000;
 
-/// Columns of a chart: enough for its width on a screen, and a shape where there are very many curves.
+/// Columns of a chart: at most what its width on a screen can show, and at least what shows a shape if there are very many curves.
 const COLUMNS: std::ops::RangeInclusive<usize> = 40..=200;
 
 /// Bytes of the samples together, about.
@@ -37,7 +37,7 @@ const MOST_SAMPLE_BYTES: usize = 800_000;
 /// Alarms of a run, at most: the first ones.
 const MOST_ALARMS: usize = 100;
 
-/// Prompts in each list of those to look at first.
+/// Prompts in each list of prompts to look at first.
 const HIGHLIGHTS: usize = 8;
 
 /// Bytes of all parts of a page together, at most.
@@ -46,7 +46,7 @@ const MOST_PAGE: usize = 1_900_000;
 /// Returns the page of these runs, at least one.
 pub fn page(runs: &[Run]) -> String {
     let mut page = Html::default();
-    // The page needs no network, and with this a browser refuses any.
+    // The page needs no network. With this policy a browser refuses any request.
     head(
         &mut page,
         &title_of(runs),
@@ -130,7 +130,7 @@ pub fn progress_line(progress: &Result<Progress>) -> Part {
     ("progress", part)
 }
 
-/// Writes everything before the parts; `policy` is what a browser may load.
+/// Writes everything before the parts; `policy` tells what a browser may load.
 fn head(page: &mut Html, title: &str, policy: &'static str) {
     page.raw(MARK).raw("\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
     page.raw("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
@@ -150,7 +150,7 @@ fn foot(page: &mut Html, script: &'static str) {
     page.raw("<script>\n").raw(SCRIPT).raw(script).raw("</script>\n</body>\n</html>\n");
 }
 
-/// Writes the key of a run, where there are several: its colour and its label.
+/// Writes the key of a run: its label, and its colour if there are several runs.
 fn key(page: &mut Html, runs: &[Run], at: usize) {
     page.raw("<span class=\"key k").text(at % COLOURS).raw("\">");
     page.raw(if runs.len() > 1 { "<i></i>" } else { "" }).text(&runs[at].label).raw("</span>");
@@ -165,7 +165,7 @@ fn heading(page: &mut Html, runs: &[Run], at: usize) {
     }
 }
 
-/// Settings that say what a run is about, each with its name there: of several the first that is set.
+/// The settings in the summary of a run, each with its name there. Where several settings are listed, the first that is set is shown.
 const SUMMARY: [(&str, &[&str]); 4] = [
     ("model", &["model_name_or_path", "sft_model_path"]),
     ("data", &["dataset_name"]),
@@ -173,21 +173,22 @@ const SUMMARY: [(&str, &[&str]); 4] = [
     ("folder", &["output_dir"]),
 ];
 
-/// Returns the title of the page of these runs: their labels and, of a single run, its command.
+/// Returns the title of the page of these runs: their labels and, for a single run, its command.
 pub fn title_of(runs: &[Run]) -> String {
     let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
     let command = runs.first().filter(|_| runs.len() == 1).and_then(command_of);
     command.map_or(labels.join(", "), |command| format!("{}: {command}", labels.join(", ")))
 }
 
-/// Returns the command of a run: by its model card, or by a setting that only this command has.
+/// Returns the command of a run, from its model card or from a setting that only this command has.
 fn command_of(run: &Run) -> Option<String> {
     let words: Vec<&str> = run.command_line.as_deref().unwrap_or_default().split_whitespace().take(2).collect();
-    let of_card = (words.len() == 2 && words[0] == "rlhf").then(|| words.join(" "));
-    of_card.or_else(|| Some(format!("rlhf {}", kind(run)?.command())))
+    let card_command = (words.len() == 2 && words[0] == "rlhf").then(|| words.join(" "));
+    card_command.or_else(|| Some(format!("rlhf {}", kind(run)?.command())))
 }
 
-/// Returns the seconds of a run's updates and evaluations. A line of metrics has those of one update, and is one of several.
+/// Returns the seconds of a run's updates and evaluations. A line of metrics has the seconds of one update, and stands for all updates since
+/// the line before it.
 fn seconds(run: &Run) -> Option<f64> {
     let mut done = 0.0;
     let updates: f64 = run
@@ -232,8 +233,8 @@ fn facts_table<'a>(page: &mut Html, facts: impl Iterator<Item = (&'a str, &'a st
     page.raw("</tbody></table></div>\n");
 }
 
-/// Returns what the numbers at the ends of these runs are.
-fn words_of(runs: &[Run]) -> String {
+/// Returns the explanation of the numbers at the ends of these runs.
+fn ends_note(runs: &[Run]) -> String {
     let updates = |run: &Run| {
         let counted = ["objective/scores", "loss"].into_iter().find_map(|name| run.points(name));
         counted.map_or(0, <[_]>::len)
@@ -264,7 +265,9 @@ fn verdicts(page: &mut Html, runs: &[Run]) {
         }
         page.raw("</ul>\n");
     }
-    page.raw("<p class=\"note\">In the verdict and beside the curves ").text(words_of(runs)).raw(".</p>\n</section>\n");
+    page.raw("<p class=\"note\">In the verdict and beside the curves ")
+        .text(ends_note(runs))
+        .raw(".</p>\n</section>\n");
 }
 
 /// Writes the settings that at least two of several runs have, with different values. The others are counted: runs of different commands
@@ -274,7 +277,7 @@ fn differences(page: &mut Html, runs: &[Run]) {
         return;
     }
     let values = |name: &str| runs.iter().filter_map(|run| run.setting(name)).collect::<Vec<_>>();
-    let (of_one, shared): (Vec<&str>, Vec<&str>) =
+    let (unshared, shared): (Vec<&str>, Vec<&str>) =
         setting_names(runs).into_iter().partition(|name| values(name).len() == 1);
     let differing: Vec<&str> = shared
         .into_iter()
@@ -287,11 +290,11 @@ fn differences(page: &mut Html, runs: &[Run]) {
     } else {
         settings_table(page, runs, &differing);
     }
-    if !of_one.is_empty() {
+    if !unshared.is_empty() {
         page.raw(
             "<p class=\"note\">Settings that only one of these runs has, as those of its command alone, are left out (",
         );
-        page.text(of_one.len()).raw("); they are in the <a href=\"#configuration\">configuration</a>.</p>\n");
+        page.text(unshared.len()).raw("); they are in the <a href=\"#configuration\">configuration</a>.</p>\n");
     }
     page.raw("</section>\n");
 }
@@ -307,7 +310,7 @@ fn setting_names(runs: &[Run]) -> Vec<&str> {
     names
 }
 
-/// Writes a table of settings with a column for each run, without what may be secret in them: a page is for others too.
+/// Writes a table of settings with a column for each run. Values that may be secret are left out, because others may read the page.
 fn settings_table(page: &mut Html, runs: &[Run], names: &[&str]) {
     page.raw("<div class=\"wide\"><table>\n<thead><tr><th scope=\"col\">setting</th>");
     for at in 0..runs.len() {
@@ -384,7 +387,7 @@ const REWARD_SETTINGS: [&str; 10] = [
     "reward_label_column",
 ];
 
-/// Returns a sentence for each reason that curves of these runs are not on one scale.
+/// Returns a sentence for each reason why curves of these runs are not on one scale.
 fn incomparable(runs: &[Run]) -> Vec<&'static str> {
     let scored: Vec<&Run> = runs.iter().filter(|run| run.points("objective/scores").is_some()).collect();
     let rewards = |run: &Run| REWARD_SETTINGS.map(|name| run.setting(name).map(String::from));
@@ -404,7 +407,7 @@ fn incomparable(runs: &[Run]) -> Vec<&'static str> {
     notes
 }
 
-/// Writes the samples of each run: lists of those to look at first, and the prompts with their responses.
+/// Writes the samples of each run: lists of the prompts to look at first, and the prompts with their responses.
 fn samples(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"samples\">\n<h2>Samples</h2>\n");
     if runs.iter().all(|run| run.prompts.is_empty()) {
@@ -414,12 +417,12 @@ fn samples(page: &mut Html, runs: &[Run]) {
     page.raw(CONTROLS);
     for (at, run) in runs.iter().enumerate().filter(|(_, run)| !run.prompts.is_empty()) {
         heading(page, runs, at);
-        samples_of(page, run, at, MOST_SAMPLE_BYTES / runs.len());
+        run_samples(page, run, at, MOST_SAMPLE_BYTES / runs.len());
     }
     page.raw("</section>\n");
 }
 
-/// Controls that need the script, which shows them, but for the shades of tokens.
+/// The controls of samples, except the one for the shades of tokens. They need the script, which shows them.
 const CONTROLS: &str = "\
 <p class=\"controls\" id=\"browse\" hidden>\
 <label>order <select id=\"order\"><option value=\"\">as listed</option><option value=\"changed\">most changed</option>\
@@ -427,10 +430,11 @@ const CONTROLS: &str = "\
 <label>from <select id=\"source\"><option value=\"\">all</option></select></label> \
 <label>text <input type=\"search\" id=\"search\"></label> <span id=\"found\" role=\"status\"></span></p>\n";
 
-fn samples_of(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
+fn run_samples(page: &mut Html, run: &Run, at: usize, most_bytes: usize) {
     let highlights = Highlights::of(&run.prompts, HIGHLIGHTS);
-    // In the order of importance until the page has enough of them, then shown in the order of the run.
-    let (mut shown, mut bytes) = (Vec::new(), 0);
+    // Prompts are taken in the order of importance until the page has enough of them, then shown in the order of the run.
+    let mut shown = Vec::new();
+    let mut bytes = 0;
     for place in highlights.first(run.prompts.len()) {
         let mut part = Html::default();
         prompt(&mut part, &run.prompts[place], at, place);
@@ -492,7 +496,7 @@ fn frame(page: &mut Html, frame: &Frame) {
     page.raw("</details>\n");
 }
 
-/// Writes a prompt with its first and its last response, and those between folded.
+/// Writes a prompt with its first and its last response; the responses between them are folded.
 fn prompt(page: &mut Html, prompt: &Prompt, run: usize, place: usize) {
     page.raw("<article id=\"p").text(run).raw("-").text(place).raw("\" data-source=\"").text(prompt.source.name());
     page.raw("\" data-score=\"").text(data(prompt.last()));
@@ -517,7 +521,7 @@ fn data(value: f64) -> String {
     if value.is_finite() { value.to_string() } else { String::new() }
 }
 
-/// Training command of a run, by a setting that only this command has, with its preset.
+/// Training command of a run, with its preset.
 enum Kind {
     Ppo(Preset),
     Reward(Preset),
@@ -538,21 +542,26 @@ impl Kind {
     }
 }
 
-/// Returns the kind of a run, if its settings tell.
+/// Returns the kind of a run, known by a setting that only this command has.
 fn kind(run: &Run) -> Option<Kind> {
     let preset = run.setting("preset").and_then(Preset::named).unwrap_or(Preset::Trl);
     let has = |name| run.setting(name).is_some();
-    match () {
-        () if has("num_ppo_epochs") => Some(Kind::Ppo(preset)),
-        () if has("center_rewards_coefficient") => Some(Kind::Reward(preset)),
-        () if has("packing") => Some(Kind::Sft(preset)),
-        () if has("ld_alpha") => Some(Kind::Dpo),
-        () if has("lmbda") => Some(Kind::Distill),
-        () => None,
+    if has("num_ppo_epochs") {
+        Some(Kind::Ppo(preset))
+    } else if has("center_rewards_coefficient") {
+        Some(Kind::Reward(preset))
+    } else if has("packing") {
+        Some(Kind::Sft(preset))
+    } else if has("ld_alpha") {
+        Some(Kind::Dpo)
+    } else if has("lmbda") {
+        Some(Kind::Distill)
+    } else {
+        None
     }
 }
 
-/// Returns the defaults of a run's settings: of its command, with its preset.
+/// Returns the defaults of a run's settings: those of its command with its preset.
 fn defaults(run: &Run) -> Vec<Setting> {
     let config = match kind(run) {
         Some(Kind::Ppo(preset)) => serde_json::to_value(PpoConfig::with_preset(preset, "", "", "", "")),
@@ -618,7 +627,7 @@ fn alarms(page: &mut Html, run: &Run) {
     }
 }
 
-/// Writes the alarms of each run, the facts of its model card with the checks at its start, and what could not be read.
+/// Writes the alarms of each run, the facts of its model card with the checks at its start, and notes on parts that could not be read.
 fn checks(page: &mut Html, runs: &[Run]) {
     page.raw("<section id=\"checks\">\n<h2>Alarms and checks</h2>\n");
     for (at, run) in runs.iter().enumerate() {
@@ -723,12 +732,12 @@ mod tests {
 
     #[test]
     fn the_largest_parts_are_left_out_of_a_page_that_would_be_too_large() {
-        let of = |len: usize| {
+        let part = |len: usize| {
             let mut part = Html::default();
             part.text("x".repeat(len));
             part
         };
-        let mut parts = [("verdict", of(100)), ("curves", of(9000)), ("samples", of(2000))];
+        let mut parts = [("verdict", part(100)), ("curves", part(9000)), ("samples", part(2000))];
         leave_out(&mut parts, 20_000);
         assert_eq!(parts.iter().map(|(_, part)| part.len()).collect::<Vec<_>>(), [100, 9000, 2000]);
         leave_out(&mut parts, 3000);

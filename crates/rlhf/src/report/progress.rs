@@ -1,14 +1,14 @@
-//! The progress of a run, by what it has written.
+//! The progress of a run, from the files that it has written.
 
 use super::read::{Outcome, Run};
 use crate::terminal::about;
 use std::fmt;
 use std::time::Duration;
 
-/// Updates whose mean time is that of the updates to come, at most.
+/// Number of last updates, at most, whose mean time is the estimate for the next ones.
 const RECENT: usize = 20;
 
-/// Seconds beyond which an estimate is none: a hundred years.
+/// Seconds from which on no estimate is shown: a hundred years.
 const MOST_SECONDS: f64 = 3.2e9;
 
 /// Progress of a run.
@@ -16,7 +16,7 @@ const MOST_SECONDS: f64 = 3.2e9;
 pub struct Progress {
     /// Updates done.
     done: f64,
-    /// Updates of the whole run, where the settings tell.
+    /// Updates of the whole run, if known.
     total: Option<f64>,
     /// Time until the end of a run that has not ended.
     left: Option<Duration>,
@@ -68,8 +68,8 @@ impl fmt::Display for Progress {
     }
 }
 
-/// Returns the updates of the whole run by its settings, for a run that has not written their number: PPO's by its episodes, those of
-/// SFT and reward models by their steps or epochs. A PPO run that is as long as its data is of unknown length.
+/// Returns the updates of the whole run from its settings, for a run that has not written their number: for PPO from its episodes, for SFT and
+/// reward models from their steps or epochs. The length of a PPO run that ends with its data is unknown.
 fn total(run: &Run) -> Option<f64> {
     let setting = |name: &str| run.setting(name).and_then(|value| value.parse::<f64>().ok());
     let last = |name: &str| run.points(name).and_then(|points| points.last()).filter(|point| point.0 > 0.0);
@@ -135,13 +135,17 @@ mod tests {
     #[test]
     fn the_length_that_a_run_has_written_wins_over_its_settings() {
         let metrics: [(&str, &[(f64, f64)]); 2] = [("episode", &[(3.0, 24.0)]), ("time/update", &[(3.0, 60.0)])];
-        let of = |length: u64, settings: &[(&str, &str)]| {
+        let text = |length: u64, settings: &[(&str, &str)]| {
             let run = Run { length: Some(length), ..run(Outcome::Open, &metrics, settings) };
             Progress::of(&run).to_string()
         };
-        assert_eq!(of(13, &[("total_episodes", "none")]), "update 3 of 13, about 10 min left");
-        assert_eq!(of(13, &[("total_episodes", "800")]), "update 3 of 13, about 10 min left");
-        assert_eq!(of(2, &[("total_episodes", "100")]), "update 3 of 13, about 10 min left", "that of an earlier run");
+        assert_eq!(text(13, &[("total_episodes", "none")]), "update 3 of 13, about 10 min left");
+        assert_eq!(text(13, &[("total_episodes", "800")]), "update 3 of 13, about 10 min left");
+        assert_eq!(
+            text(2, &[("total_episodes", "100")]),
+            "update 3 of 13, about 10 min left",
+            "that of an earlier run"
+        );
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub struct Run {
     pub alarms: Vec<Alarm>,
     /// Prompts with their responses.
     pub prompts: Vec<Prompt>,
-    /// Text around each of them, such as that of the chat template.
+    /// Text around each prompt, such as that of the chat template.
     pub frame: Frame,
     /// Metrics that could not be read.
     pub damage: Vec<String>,
@@ -123,7 +123,7 @@ impl Run {
         Self::read_as(dir, is_at_work(dir))
     }
 
-    /// Reads the run in the folder `dir`, in which a process is at work or not, if that is known.
+    /// Reads the run in the folder `dir`. `is_at_work` tells whether a process is at work in it, if that is known.
     ///
     /// # Errors
     /// As [`Run::read`].
@@ -132,7 +132,8 @@ impl Run {
         if !dir.join(METRICS).is_file() && !holds_run(dir) {
             return Err(Error::invalid(dir, format!("expected the folder of a run, {}", describe(dir))));
         }
-        let (mut notes, mut damage) = (Vec::new(), Vec::new());
+        let mut notes = Vec::new();
+        let mut damage = Vec::new();
         let metrics = read_metrics(dir, is_at_work == Some(true), &mut damage)?;
         let updates = metrics.iter().filter_map(|series| series.points.last()).map(|point| point.0).fold(0.0, f64::max);
         let (prompts, frame) = samples::read(dir, &mut notes);
@@ -177,27 +178,28 @@ impl Run {
         Ok(runs)
     }
 
-    /// Returns the points of a metric; PPO's names are those of all runs with rewards.
+    /// Returns the points of a metric. PPO's name of a metric works for all runs with rewards.
     pub fn points(&self, name: &str) -> Option<&[(f64, f64)]> {
         self.series(name).map(|series| series.points.as_slice())
     }
 
-    /// Returns a metric by its own name or, in a run of groups, by PPO's.
+    /// Returns a metric by its own name or, in a run of GRPO or RLOO, by PPO's name for it.
     pub fn series(&self, name: &str) -> Option<&Series> {
-        let of = |name: &str| self.metrics.iter().find(|series| series.name == name);
-        of(name).or_else(|| of(&name_of_groups(name).filter(|_| self.is_of_groups())?))
+        let find = |name: &str| self.metrics.iter().find(|series| series.name == name);
+        find(name).or_else(|| find(&name_of_groups(name).filter(|_| self.is_of_groups())?))
     }
 
-    /// Returns the names of the metrics, those of groups by PPO's names of the same numbers, so that the runs of a page have one name for each.
+    /// Returns the names of the metrics. Metrics of GRPO and RLOO get PPO's name for the same number, so that all runs of a page have one name
+    /// for it.
     pub fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
         let is_of_groups = self.is_of_groups();
         self.metrics.iter().map(move |series| {
-            let of_ppo = name_of_ppo(&series.name).filter(|_| is_of_groups);
-            of_ppo.unwrap_or(Cow::Borrowed(&series.name))
+            let ppo_name = name_of_ppo(&series.name).filter(|_| is_of_groups);
+            ppo_name.unwrap_or(Cow::Borrowed(&series.name))
         })
     }
 
-    /// Whether the metrics have the names of TRL's trainers of groups.
+    /// Whether the metrics have the names of TRL's GRPO and RLOO trainers.
     fn is_of_groups(&self) -> bool {
         self.metrics.iter().any(|series| series.name == "reward")
     }
@@ -207,7 +209,7 @@ impl Run {
         self.find(name).map(|setting| setting.value.as_str())
     }
 
-    /// Returns the setting `name`, which the files of a run of groups may call otherwise.
+    /// Returns the setting `name`, which may have another name in the files of a GRPO or RLOO run.
     fn find(&self, name: &str) -> Option<&Setting> {
         let named = |name: &str| self.settings.iter().find(|setting| setting.name == name);
         named(name).or_else(|| named(written_name(name)))
@@ -219,13 +221,14 @@ impl Run {
         if self.settings.iter().any(|setting| setting.name == name_in_files) { name_in_files } else { name }
     }
 
-    /// Returns the value of a setting for others: without the arguments of programs, and the passwords and queries of addresses.
+    /// Returns the value of a setting as others may see it: without the arguments of programs, and without the passwords and queries of
+    /// addresses.
     pub fn public_setting(&self, name: &str) -> Option<&str> {
         self.find(name).map(|setting| setting.public.as_str())
     }
 }
 
-/// Describes what is in the place of a run.
+/// Describes the contents of a folder that is expected to be a run's.
 fn describe(dir: &Path) -> String {
     if !dir.is_dir() {
         return if dir.exists() { "found a file".into() } else { "found no such folder".into() };
@@ -243,16 +246,18 @@ fn describe(dir: &Path) -> String {
     }
 }
 
-/// Reads the metrics line by line. Lines that are incomplete or no metrics are counted and left out; in a run that is at work, the
-/// last line may be incomplete.
+/// Reads the metrics line by line. Lines that are incomplete or are no metrics are counted and left out. The last line of a run that is at
+/// work may be incomplete, and is then not counted.
 fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Result<Vec<Series>> {
     let path = dir.join(METRICS);
     if !has_own(&path) {
         return Ok(Vec::new());
     }
-    let (mut all, mut places, mut unread) = (Vec::<Series>::new(), HashMap::<String, usize>::new(), 0);
+    let mut all: Vec<Series> = Vec::new();
+    let mut places: HashMap<String, usize> = HashMap::new();
+    let (mut unread, mut more) = (0_usize, 0_usize);
     let mut reader = BufReader::new(files::open_own(&path)?);
-    let (mut line, mut more) = (Vec::new(), 0_usize);
+    let mut line = Vec::new();
     while files::read_line(&mut reader, &mut line, MOST_LINE).map_err(Error::io("read", &path))?.is_some() {
         let Ok(Value::Object(metrics)) = serde_json::from_slice(&line) else {
             let is_being_written = is_at_work && !line.ends_with(b"\n");
@@ -287,7 +292,7 @@ fn read_metrics(dir: &Path, is_at_work: bool, damage: &mut Vec<String>) -> Resul
     Ok(all)
 }
 
-/// Returns whether there is something of this name, be it a link to nothing.
+/// Returns whether something of this name exists, including a broken link.
 fn has_own(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
@@ -307,7 +312,7 @@ fn unread_lines(file: &str, unread: usize) -> Option<String> {
     }
 }
 
-/// Returns how the run ended, where its last line of metrics is that of update `updates`.
+/// Returns how the run ended. `updates` is the update of its last line of metrics.
 fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
     let open = match is_at_work {
         Some(true) => Outcome::Running,
@@ -316,13 +321,13 @@ fn outcome(dir: &Path, updates: f64, is_at_work: Option<bool>) -> Outcome {
     };
     let unfinished = dir.join(UNFINISHED);
     if !unfinished.is_file() {
-        // A finished run that is extended has the model of its first part.
+        // A run that was finished and is being extended still has the model of its first part.
         let is_extended = read_length(dir).is_some_and(|length| length as f64 > updates);
         return if is_model(dir) && !is_extended { Outcome::Finished } else { open };
     }
     let state = read_json(&unfinished).unwrap_or_default();
     match (state["update"].as_u64(), state["num_updates"].as_u64()) {
-        // A run that was resumed since is at work, or beyond it.
+        // A run that was resumed since then is at work, or has more updates.
         (Some(done), Some(total)) if updates <= done as f64 && open != Outcome::Running => {
             Outcome::Stopped { done, total }
         }
@@ -359,20 +364,20 @@ impl Setting {
     }
 }
 
-/// Returns settings as texts, each of them cut, and so many of them at most.
+/// Returns settings as texts: at most [`MOST_SETTINGS`], each cut.
 pub fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
-    let text_of = |value: &Value| match value {
+    let text = |value: &Value| match value {
         Value::Null => "none".into(),
         Value::String(text) => text.clone(),
         other => other.to_string(),
     };
     let public = without_programs(settings);
-    let of = |((name, value), public): ((&String, &Value), &Value)| Setting {
+    let setting = |((name, value), public): ((&String, &Value), &Value)| Setting {
         name: cut(name, MOST_NAME),
-        value: cut(&text_of(value), MOST_TEXT),
-        public: cut(&text_of(public), MOST_TEXT),
+        value: cut(&text(value), MOST_TEXT),
+        public: cut(&text(public), MOST_TEXT),
     };
-    settings.iter().zip(public.values()).take(MOST_SETTINGS).map(of).collect()
+    settings.iter().zip(public.values()).take(MOST_SETTINGS).map(setting).collect()
 }
 
 /// Reads the settings in `config.yaml`.
@@ -417,7 +422,7 @@ fn command_line(card: &str) -> Option<String> {
     (!lines.is_empty()).then(|| cut(&lines.join("\n"), MOST_TEXT))
 }
 
-/// Reads the alarms of a run; there are none without their file. Lines that are incomplete or no alarms are counted and left out.
+/// Reads the alarms of a run; without their file there are none. Lines that are incomplete or are no alarms are counted and left out.
 fn read_alarms(dir: &Path, notes: &mut Vec<String>) -> Vec<Alarm> {
     let path = dir.join(ALARMS);
     if !has_own(&path) {
@@ -439,8 +444,10 @@ fn read_alarms(dir: &Path, notes: &mut Vec<String>) -> Vec<Alarm> {
             message: cut(&text("message")?, 2000),
         })
     };
-    let (mut alarms, mut unread, mut more) = (Vec::new(), 0, 0_usize);
-    let (mut reader, mut line) = (BufReader::new(file), Vec::new());
+    let mut alarms = Vec::new();
+    let (mut unread, mut more) = (0_usize, 0_usize);
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
     while let Ok(Some(_)) = files::read_line(&mut reader, &mut line, MOST_LINE) {
         match alarm(&line) {
             Some(alarm) if alarms.len() < MOST_ALARMS => alarms.push(alarm),
@@ -468,14 +475,21 @@ fn labels(dirs: &[PathBuf]) -> Vec<String> {
         .collect();
     let ending = |names: &[String], len: usize| names[names.len().saturating_sub(len)..].join("/");
     let mut labels: Vec<String> = Vec::new();
-    for (at, own) in names.iter().enumerate() {
+    for (at, path_names) in names.iter().enumerate() {
         let is_unique = |len: &usize| {
-            names.iter().enumerate().all(|(other, names)| other == at || ending(names, *len) != ending(own, *len))
+            names
+                .iter()
+                .enumerate()
+                .all(|(other, names)| other == at || ending(names, *len) != ending(path_names, *len))
         };
-        labels.push(match (1..=own.len()).find(is_unique) {
-            Some(len) => ending(own, len),
+        labels.push(match (1..=path_names.len()).find(is_unique) {
+            Some(len) => ending(path_names, len),
             // The same folder twice.
-            None => format!("{} ({})", ending(own, 1), names[..=at].iter().filter(|names| *names == own).count()),
+            None => format!(
+                "{} ({})",
+                ending(path_names, 1),
+                names[..=at].iter().filter(|names| *names == path_names).count()
+            ),
         });
     }
     labels
@@ -567,17 +581,18 @@ mod tests {
     fn the_end_of_a_run_is_known_by_its_files() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
-        let of = |updates: f64| [None, Some(true), Some(false)].map(|at_work| outcome(dir.path(), updates, at_work));
-        assert_eq!(of(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
+        let outcomes =
+            |updates: f64| [None, Some(true), Some(false)].map(|at_work| outcome(dir.path(), updates, at_work));
+        assert_eq!(outcomes(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
         write("config.json", "{}");
-        assert_eq!(of(4.0), [Outcome::Finished; 3]);
+        assert_eq!(outcomes(4.0), [Outcome::Finished; 3]);
         crate::run::output_dir::write_length(dir.path(), 9).unwrap();
-        assert_eq!(of(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted], "it is extended");
-        assert_eq!(of(9.0), [Outcome::Finished; 3]);
+        assert_eq!(outcomes(4.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted], "it is extended");
+        assert_eq!(outcomes(9.0), [Outcome::Finished; 3]);
         write(UNFINISHED, "{\"update\": 4, \"num_updates\": 9}");
         let stopped = Outcome::Stopped { done: 4, total: 9 };
-        assert_eq!(of(4.0), [stopped, Outcome::Running, stopped], "a resumed run is at work");
-        assert_eq!(of(5.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
+        assert_eq!(outcomes(4.0), [stopped, Outcome::Running, stopped], "a resumed run is at work");
+        assert_eq!(outcomes(5.0), [Outcome::Open, Outcome::Running, Outcome::Interrupted]);
     }
 
     #[test]

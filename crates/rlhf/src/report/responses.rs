@@ -7,12 +7,13 @@ use super::turns::{Part, Turn, Turns};
 use crate::run::turns::{Kind, counts};
 use rlhf_base::safe_text::{beginning, one_line};
 
-/// Bytes and lines up to which a result is not folded, and characters of one that are in its summary.
+/// Bytes and lines up to which a result is not folded, and characters in the summary of a folded one.
 const MOST_OPEN: usize = 300;
 const MOST_OPEN_LINES: usize = 8;
 const MOST_SUMMARY: usize = 60;
 
-/// Returns whether a response has tokens to be shaded: greedy ones of a peaked policy have no shade, turns are shown otherwise too.
+/// Returns whether shading changes how a response is shown: greedy tokens of a peaked policy have no shade, but the sampled tokens of turns
+/// are also laid out differently.
 pub(super) fn is_shaded(response: &Response) -> bool {
     let turns = response.turns.iter().flat_map(|turns| &turns.turns);
     response.tokens.iter().any(|(_, probability)| percent(*probability) < 100.0)
@@ -54,7 +55,7 @@ pub(super) fn response(page: &mut Html, response: &Response) {
     }
     page.raw("</p>\n");
     match &response.turns {
-        Some(of_response) => turns(page, of_response),
+        Some(response_turns) => turns(page, response_turns),
         None if response.tokens.is_empty() => text(page, &response.text, "text"),
         None => {
             page.raw("<pre class=\"text\" dir=\"auto\">\n");
@@ -72,7 +73,7 @@ fn shaded(page: &mut Html, token: &str, probability: f64) {
     page.text(token).raw("</span>");
 }
 
-/// Writes the turns of a response: texts, calls and results; where their tokens are known these too, which the style sheet shows in place of the
+/// Writes the turns of a response: texts, calls and results. Tokens that are known are written too; the style sheet shows them in place of the
 /// texts when tokens are shaded.
 fn turns(page: &mut Html, turns: &Turns) {
     page.raw("<div class=\"turns\">\n");
@@ -129,14 +130,15 @@ fn part_of_turn(page: &mut Html, part: &Part) {
     }
 }
 
-/// Whether a result is the error of a call, as Python's tools and calls that could not be made have it.
+/// Whether a result is the error of a call, in the form of Python's tools and of calls that could not be made.
 fn is_error(result: &str) -> bool {
     result.starts_with("{'error': ")
 }
 
-/// Returns JSON with the line ends and tabs of its texts as they are: an argument may be a program.
+/// Returns JSON with unescaped line ends and tabs, because an argument may be a program.
 fn with_line_ends(json: &str) -> String {
-    let (mut text, mut chars) = (String::with_capacity(json.len()), json.chars());
+    let mut text = String::with_capacity(json.len());
+    let mut chars = json.chars();
     while let Some(c) = chars.next() {
         match (c, if c == '\\' { chars.next() } else { None }) {
             ('\\', Some('n')) => text.push('\n'),
@@ -167,7 +169,7 @@ fn folded(page: &mut Html, shown: &Cut, class: &'static str, label: &str) {
 
 /// Writes a text of a run with its line ends.
 pub(super) fn text(page: &mut Html, text: &Cut, class: &'static str) {
-    // The line end after the tag is none of the text.
+    // The line end after the tag is not part of the text.
     page.raw("<pre class=\"").raw(class).raw("\" dir=\"auto\">\n").text(&text.text).raw("</pre>\n");
     if text.left_out > 0 {
         page.raw("<p class=\"note\">").text(text.left_out).raw(" more characters are left out.</p>\n");

@@ -83,8 +83,7 @@ impl Prompt {
     }
 }
 
-/// Text that all prompts of a run have before and after their own: that of the chat template, with the system prompt, or an instruction. It
-/// is shown once.
+/// Text that all prompts of a run begin and end with, such as the chat template with the system prompt, or an instruction. It is shown once.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Frame {
     pub before: String,
@@ -95,13 +94,15 @@ pub struct Frame {
 const LEAST_FRAME: usize = 16;
 
 impl Frame {
-    /// Returns the frame of the prompts in these files: it ends where a line or a mark of a turn does.
+    /// Returns the frame of the prompts in these files. Its parts end at the end of a line or of a turn's mark.
     fn of<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Self {
-        let (mut all, mut least, mut differ) = (None::<Self>, usize::MAX, false);
+        let mut all: Option<Self> = None;
+        let mut least = usize::MAX;
+        let mut differ = false;
         for prompt in files
-            .filter_map(|path| lines_of(path).ok())
+            .filter_map(|path| read_lines(path).ok())
             .flat_map(|(lines, _)| lines)
-            .filter_map(|line| prompt_of(&line))
+            .filter_map(|line| parse_prompt(&line))
         {
             least = least.min(prompt.len());
             let Some(Self { before, after }) = &mut all else {
@@ -115,8 +116,8 @@ impl Frame {
         let Some(Self { before, after }) = all.filter(|_| differ) else { return Self::default() };
         let frame =
             Self { before: before[..end_of_turn(&before)].into(), after: after[start_of_turn(&after)..].into() };
-        let (len, chars) =
-            (frame.before.len() + frame.after.len(), frame.before.chars().count() + frame.after.chars().count());
+        let len = frame.before.len() + frame.after.len();
+        let chars = frame.before.chars().count() + frame.after.chars().count();
         if chars >= LEAST_FRAME && len <= least { frame } else { Self::default() }
     }
 
@@ -131,13 +132,13 @@ impl Frame {
     }
 }
 
-/// Returns the bytes at the start of `a` that `b` starts with too.
+/// Returns the number of bytes at the start of `a` that `b` starts with too.
 fn common_start(a: &str, b: &str) -> usize {
     let mut pairs = a.char_indices().zip(b.chars());
     pairs.find(|((_, a), b)| a != b).map_or(a.len().min(b.len()), |((at, _), _)| at)
 }
 
-/// Returns the place in `a` from which on `b` ends as it does.
+/// Returns the place in `a` from which on `a` and `b` have the same ending.
 fn common_end(a: &str, b: &str) -> usize {
     let pairs = a.char_indices().rev().zip(b.chars().rev());
     pairs.take_while(|((_, a), b)| a == b).last().map_or(a.len(), |((at, _), _)| at)
@@ -166,7 +167,7 @@ fn start_of_turn(text: &str) -> usize {
 /// Reads the samples of the run in `dir` with the frame of their prompts, and notes what is left out.
 pub fn read(dir: &Path, notes: &mut Vec<String>) -> (Vec<Prompt>, Frame) {
     let sources = Source::ALL.map(|(source, start)| {
-        let files = files_of(&dir.join(SAMPLES), start);
+        let files = source_files(&dir.join(SAMPLES), start);
         let read = spread(files.len(), MOST_FILES);
         if read.len() < files.len() {
             notes.push(format!(
@@ -190,18 +191,18 @@ pub fn read(dir: &Path, notes: &mut Vec<String>) -> (Vec<Prompt>, Frame) {
     (prompts, frame)
 }
 
-/// Returns the lines of a file of samples, and whether more are in it than are read.
+/// Returns the lines of a file of samples, and whether the file has more than is read.
 ///
 /// # Errors
 /// If it cannot be opened.
-fn lines_of(path: &Path) -> Result<(impl Iterator<Item = Vec<u8>> + use<>, bool)> {
+fn read_lines(path: &Path) -> Result<(impl Iterator<Item = Vec<u8>> + use<>, bool)> {
     let file = files::open_own(path)?;
-    let is_cut = file.metadata().is_ok_and(|found| found.len() > MOST_BYTES);
+    let is_cut = file.metadata().is_ok_and(|metadata| metadata.len() > MOST_BYTES);
     Ok((BufReader::new(file.take(MOST_BYTES)).split(b'\n').map_while(std::io::Result::ok), is_cut))
 }
 
 /// Returns the prompt in a line of a file of samples.
-fn prompt_of(line: &[u8]) -> Option<String> {
+fn parse_prompt(line: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Row {
         prompt: String,
@@ -210,10 +211,10 @@ fn prompt_of(line: &[u8]) -> Option<String> {
 }
 
 /// Returns the files of a source in the order of their updates.
-fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
+fn source_files(dir: &Path, start: &str) -> Vec<PathBuf> {
     // A link could name any folder.
-    let is_own = dir.symlink_metadata().is_ok_and(|found| found.is_dir());
-    let entries = is_own.then(|| std::fs::read_dir(dir)).into_iter().flatten().flatten().flatten();
+    let is_folder = dir.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
+    let entries = is_folder.then(|| std::fs::read_dir(dir)).into_iter().flatten().flatten().flatten();
     let mut files: Vec<(usize, PathBuf)> = entries
         .filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
@@ -234,7 +235,7 @@ pub fn spread(len: usize, most: usize) -> Vec<usize> {
     }
 }
 
-/// Places of the prompts of one source: by text, and by how many prompts of a file with the same text are before it.
+/// Places of the prompts of one source, by the text and the number of earlier prompts with the same text in the file.
 type Places = HashMap<(Cut, usize), usize>;
 
 /// Adds the responses in a file to their prompts. Returns a note on lines that are left out.
@@ -245,11 +246,12 @@ fn read_file(
     (places, prompts): (&mut Places, &mut Vec<Prompt>),
 ) -> Option<String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let (lines, is_cut) = match lines_of(path) {
+    let (lines, is_cut) = match read_lines(path) {
         Ok(lines) => lines,
         Err(error) => return Some(error.to_string()),
     };
-    let (mut repeats, mut left_out) = (HashMap::new(), 0);
+    let mut repeats = HashMap::new();
+    let mut left_out = 0;
     let mut lines = lines.peekable();
     while let Some(line) = lines.next() {
         let Some((text, response)) = response(&line, frame) else {
@@ -283,7 +285,7 @@ fn response(line: &[u8], frame: &Frame) -> Option<(Cut, Response)> {
     let tokens = row["tokens"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let logprobs = row["logprobs"].as_array().into_iter().flatten().filter_map(Value::as_f64);
     let mut tokens: Vec<(&str, f64)> = tokens.zip(logprobs.map(f64::exp)).collect();
-    // The shades stand for the text, so they must be all of it.
+    // Shaded tokens are shown in place of the text, so they must be the whole text.
     let joined: String = tokens.iter().map(|(token, _)| *token).collect();
     let is_whole = joined == text || joined == text.replace("\r\n", "\n");
     let turns = Turns::of(&row, if is_whole { &tokens } else { &[] });
@@ -330,7 +332,7 @@ impl Highlights {
         }
     }
 
-    /// Returns the places of all `len` prompts, the listed ones first: those that come first in their lists lead.
+    /// Returns the places of all `len` prompts: first the listed ones, in the order of their ranks in the lists.
     pub fn first(&self, len: usize) -> Vec<usize> {
         let lists = [&self.changed, &self.worst, &self.best];
         let longest = lists.iter().map(|list| list.len()).max().unwrap_or(0);
@@ -393,7 +395,7 @@ mod tests {
     #[test]
     fn the_chat_template_around_all_prompts_is_kept_once_and_ends_at_a_turn() {
         let dir = tempfile::tempdir().unwrap();
-        let of = |prompts: &[&str]| {
+        let frame_and_texts = |prompts: &[&str]| {
             let samples = dir.path().join(SAMPLES);
             fs::create_dir_all(&samples).unwrap();
             let row =
@@ -414,21 +416,21 @@ mod tests {
         ] {
             let [cat, dog, one] =
                 ["What is a cat?", "What is a dog?", "W"].map(|said| format!("{before}{said}{after}"));
-            let (start, rest, texts) = of(&[&cat, &dog, &one, &cat]);
-            // The mark that begins the end of a turn is in it, and a blank before it is not.
+            let (start, rest, texts) = frame_and_texts(&[&cat, &dog, &one, &cat]);
+            // The frame includes the mark that begins the end of a turn, and not a blank before the mark.
             assert!(start == before && rest.trim() == after.trim() && after.ends_with(&rest), "{start:?} {rest:?}");
             assert!(texts[0].trim_end() == "What is a cat?" && texts[1].trim_end() == "What is a dog?", "{texts:?}");
         }
         // Some have a system prompt: what follows a mark that begins a turn differs.
         let system = format!("<|im_start|>system\nBe kind.<|im_end|>\n{user}Who?{end}");
-        let (before, after, texts) = of(&[&system, &format!("{user}Where?{end}")]);
+        let (before, after, texts) = frame_and_texts(&[&system, &format!("{user}Where?{end}")]);
         assert_eq!((before.as_str(), after.as_str()), ("", end));
         assert!(texts[1].starts_with("<|im_start|>user"), "{texts:?}");
-        // Text that is common by chance, or is all that there is, stays.
+        // Text that prompts share by chance, or that is the whole prompt, is no frame.
         for prompts in
             [&["What is the capital of France", "What is the capital of Spain"][..], &["<|im_start|>user\nHello?"; 2]]
         {
-            let (before, after, texts) = of(prompts);
+            let (before, after, texts) = frame_and_texts(prompts);
             assert!(before.is_empty() && after.is_empty() && texts[0] == prompts[0], "{before:?} {after:?}");
         }
     }

@@ -134,7 +134,7 @@ impl AlarmMark {
         format!("{} at update {}", self.label, self.update)
     }
 
-    /// Draws a line at the update of the alarm, if the chart has that, below a flag; that of a rollback points back.
+    /// Draws a line below a flag at the update of the alarm, if the chart has that update. The flag of a rollback points back.
     fn draw(&self, page: &mut Html, x: &Axis) {
         if !(x.domain[0]..=x.domain[1]).contains(&self.update) {
             return;
@@ -185,7 +185,7 @@ impl Curve<'_> {
         self.start_path(page, class);
         let (steps, numbers): (Vec<f64>, Vec<f64>) = values.iter().copied().unzip();
         page.raw("\" data-label=\"").text(&self.label);
-        // Between its points the curve has others, which the page lacks.
+        // A thinned curve has more points between these, which are not on the page.
         page.raw(if values.len() < self.points.len() { "\" data-thinned=\"" } else { "" });
         page.raw("\" data-x=\"").text(join(&steps, 12)).raw("\" data-y=\"").text(join(&numbers, 6));
         page.raw("\" d=\"").text(path(&values, x, y)).raw("\"/>");
@@ -243,7 +243,8 @@ impl Axis {
 
     /// Returns the coordinate of a value.
     fn at(&self, value: f64) -> f64 {
-        let ([least, greatest], [start, end]) = (self.domain, self.range);
+        let [least, greatest] = self.domain;
+        let [start, end] = self.range;
         start + (value.clamp(-LARGEST, LARGEST) - least) / (greatest - least) * (end - start)
     }
 
@@ -263,7 +264,7 @@ fn round_step(step: f64) -> f64 {
 }
 
 /// Thins points to the least and the greatest value of each of `columns` columns of the chart, and keeps the first and the last
-/// point; a column with a gap ends with one.
+/// point. A column that has a gap ends with a gap.
 fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Point> {
     if points.len() <= 2 * columns {
         return points.to_vec();
@@ -275,7 +276,8 @@ fn thinned(points: &[Point], [start, end]: [f64; 2], columns: usize) -> Vec<Poin
         let least = finite().min_by(|a, b| a.1.total_cmp(&b.1));
         let greatest = finite().max_by(|a, b| a.1.total_cmp(&b.1));
         let gap = column.iter().find(|point| !point.1.is_finite());
-        let (mut ends, len) = (Vec::from_iter(least.into_iter().chain(greatest)), thin.len());
+        let mut ends = Vec::from_iter(least.into_iter().chain(greatest));
+        let len = thin.len();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
         ends.dedup();
         thin.extend(ends);
@@ -292,8 +294,8 @@ pub fn last(metric: &str, points: &[Point]) -> f64 {
     ends.map_or(f64::NAN, |ends| ends.last)
 }
 
-/// Returns the moving mean of the finite values of a metric, over as many as are in the numbers at the ends of a run, if these are
-/// several: its first and its last value are these numbers. Elsewhere each point is in the middle of its values.
+/// Returns the moving mean of the finite values of a metric, if its window has several values. The window is that of the numbers at the ends of
+/// a run, so the mean begins and ends with these numbers. Elsewhere each point is in the middle of its window.
 pub fn smoothed(metric: &str, points: &[Point]) -> Option<Vec<Point>> {
     let mut sums = vec![0.0];
     for value in points.iter().map(|point| point.1).filter(|value| value.is_finite()) {
@@ -325,7 +327,7 @@ fn path(points: &[Point], x: &Axis, y: &Axis) -> String {
             path += &coordinate(x.at(point.0));
             path.push(' ');
             path += &coordinate(y.at(point.1));
-            // A dot where a point is alone.
+            // A point without a neighbour is a dot.
             path += if draws { "" } else { "h0" };
         }
         draws = point.1.is_finite();
@@ -395,7 +397,7 @@ mod tests {
     fn a_moving_mean_begins_and_ends_with_the_numbers_of_the_verdict_and_skips_gaps() {
         let mut points: Vec<Point> = (0..30).map(|at| (f64::from(at), f64::from(at))).collect();
         assert!(smoothed("m", &points[..10]).is_none() && smoothed("eval/score", &points).is_none());
-        // Of 30 values three are in a mean; a straight line stays but for its ends.
+        // With 30 values each mean is over three. A straight line stays as it is, except at its ends.
         let smooth = smoothed("m", &points).unwrap();
         assert!(points[1..29].iter().zip(&smooth[1..29]).all(|(a, b)| (a.1 - b.1).abs() < 1e-9 && a.0 == b.0));
         (points[9].1, points[10].1) = (12.0, f64::NAN);
@@ -437,7 +439,7 @@ mod tests {
         };
         let mut points: Vec<Point> = (1..20).map(|at| (f64::from(at), f64::NAN)).collect();
         points[0].1 = 0.5;
-        // Also where other updates have no value.
+        // The same if other updates have no value.
         for points in [&points[..1], &points[..]] {
             let page = draw(points);
             assert!(page.contains("<path class=\"line dot k1\"") && !page.contains("smooth"), "{page}");

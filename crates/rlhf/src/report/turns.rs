@@ -12,10 +12,10 @@ const MOST_RESULT: usize = 2000;
 /// Parts of a turn that are kept at most.
 const MOST_PARTS: usize = 12;
 
-/// Characters of the turns of a response that are kept, about: half of them from its start, half from its end.
-const MOST_OF_TURNS: usize = 16_000;
+/// Approximate number of characters of a response's turns that are kept, half from its start and half from its end.
+const MOST_TURN_CHARS: usize = 16_000;
 
-/// Characters of a turn and of a part of it beside their texts, about.
+/// Approximate number of characters of markup of a turn, and of each of its parts.
 const MARKUP: usize = 60;
 
 /// The turns of a response.
@@ -25,7 +25,7 @@ pub struct Turns {
     pub turns: Vec<Turn>,
     /// Calls that were executed.
     pub calls: u64,
-    /// Calls of these that failed.
+    /// Executed calls that failed.
     pub failures: u64,
     /// The environment's reward, if it gave one.
     pub reward: Option<f64>,
@@ -33,7 +33,7 @@ pub struct Turns {
     pub ends_with_calls: bool,
 }
 
-/// A turn of the policy, or what follows it: the results of its calls.
+/// A turn of the policy, or the results of its calls that follow it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
     /// Turns before it that are left out.
@@ -50,7 +50,7 @@ pub struct Turn {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
     pub kind: Kind,
-    /// Name of the tool, of a result.
+    /// Name of the tool, for a result.
     pub name: String,
     pub text: Cut,
 }
@@ -62,9 +62,10 @@ impl Turns {
         let rounds: Vec<&[Value]> =
             messages.chunk_by(|a, b| !turns::is_of_policy(a) && !turns::is_of_policy(b)).collect();
         let costs = rounds.iter().map(|round| Turn::of(round).chars()).collect::<Vec<_>>();
-        let left_out = middle(&costs, MOST_OF_TURNS);
+        let left_out = middle(&costs, MOST_TURN_CHARS);
         let mut spans = spans(&row["inserted"], tokens.len(), &rounds).into_iter();
-        let (mut left, mut shown) = (MOST_TOKENS, Vec::new());
+        let mut left = MOST_TOKENS;
+        let mut shown = Vec::new();
         for (at, round) in rounds.iter().enumerate() {
             let span = spans.next().map_or(&[][..], |span| &tokens[span]);
             if left_out.contains(&at) {
@@ -103,7 +104,7 @@ impl Turn {
         MARKUP + self.parts.iter().map(|part| MARKUP + part.text.text.len()).sum::<usize>()
     }
 
-    /// Adds its tokens, of which the response may have `left` more that the policy sampled.
+    /// Adds the tokens of the turn. `left` is the number of sampled tokens that the page may still show of the response.
     fn add_tokens(&mut self, tokens: &[(&str, f64)], are_sampled: bool, left: &mut usize) {
         if !are_sampled {
             let text: String = tokens.iter().map(|(token, _)| *token).collect();
@@ -116,12 +117,12 @@ impl Turn {
     }
 }
 
-/// Returns the tokens of each of the `rounds`, whose bounds of inserted spans are in `bounds`; none if these do not match.
+/// Returns the tokens of each of the `rounds`. `bounds` has the bounds of the inserted spans; the result is empty if they do not match.
 fn spans(bounds: &Value, tokens: usize, rounds: &[&[Value]]) -> Vec<Range<usize>> {
     let bounds = bounds.as_array().into_iter().flatten().filter_map(|bound| usize::try_from(bound.as_u64()?).ok());
     let bounds: Vec<usize> = std::iter::once(0).chain(bounds).chain([tokens]).collect();
     let spans: Vec<Range<usize>> = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
-    // A turn of the policy, results, a turn of the policy.
+    // Turns of the policy and results alternate, beginning with the policy.
     let alternates = rounds.iter().enumerate().all(|(at, round)| turns::is_of_policy(&round[0]) == (at % 2 == 0));
     // A response may end with a result after which nothing is sampled, or which the policy does not see.
     let fits = match rounds.len() {
@@ -132,8 +133,8 @@ fn spans(bounds: &Value, tokens: usize, rounds: &[&[Value]]) -> Vec<Range<usize>
     if bounds.is_sorted() && alternates && fits { spans } else { Vec::new() }
 }
 
-/// Returns the turns in the middle that are left out, so that those before and after them have at most about `most` characters. The first and
-/// the last one stay.
+/// Returns the turns in the middle that are left out, so that the others have at most about `most` characters. The first and the last turn
+/// stay.
 fn middle(costs: &[usize], most: usize) -> Range<usize> {
     let within = |costs: &mut dyn Iterator<Item = &usize>| {
         let mut sum = 0;
@@ -182,23 +183,24 @@ mod tests {
     #[test]
     fn the_tokens_of_a_response_are_those_of_its_turns_and_of_what_is_between_them() {
         let messages = [called("f"), result("6"), result("7"), said("ok")];
-        let (of, texts) = turns(&messages, &json!([2, 5]), "ab123cd");
+        let (shown, texts) = turns(&messages, &json!([2, 5]), "ab123cd");
         assert_eq!(texts, ["ab", "123", "cd"]);
-        let parts: Vec<Vec<(Kind, &str)>> = of
+        let parts: Vec<Vec<(Kind, &str)>> = shown
             .turns
             .iter()
             .map(|turn| turn.parts.iter().map(|part| (part.kind, part.text.text.as_str())).collect())
             .collect();
         let results = vec![(Kind::Result, "6"), (Kind::Result, "7")];
         assert_eq!(parts, [vec![(Kind::Call, "f({\"a\": 1})")], results, vec![(Kind::Text, "ok")]]);
-        let shades: Vec<_> = of.turns.iter().map(|turn| turn.tokens[0].1).collect();
+        let shades: Vec<_> = shown.turns.iter().map(|turn| turn.tokens[0].1).collect();
         assert_eq!(shades, [Some(0.5), None, Some(0.5)]);
-        assert_eq!((of.calls, of.failures, of.reward, of.ends_with_calls), (2, 1, Some(0.25), false));
-        // It ends with a result, which is the last that fits; or with one that it does not see, as its environment is done.
+        assert_eq!((shown.calls, shown.failures, shown.reward, shown.ends_with_calls), (2, 1, Some(0.25), false));
+        // A response may end with a result that is the last one that fits, or with one that the policy does not see because its environment is
+        // done.
         assert_eq!(turns(&messages[..3], &json!([2, 5]), "ab123").1, ["ab", "123"]);
         assert_eq!(turns(&messages[..2], &json!([]), "ab").1, ["ab", ""]);
-        let (of, texts) = turns(&messages[..1], &json!([]), "ab");
-        assert!(of.ends_with_calls && texts == ["ab"]);
+        let (shown, texts) = turns(&messages[..1], &json!([]), "ab");
+        assert!(shown.ends_with_calls && texts == ["ab"]);
         assert!(Turns::of(&json!({"response": "r"}), &[]).is_none());
     }
 
@@ -219,14 +221,14 @@ mod tests {
         let mut messages = vec![called(&huge), result(&huge)];
         messages.extend((0..1000).flat_map(|_| [called("f"), result("6"), result(&long)]));
         messages.push(said("the end"));
-        let (of, _) = turns(&messages, &json!([]), "");
-        let chars: usize = of.turns.iter().map(Turn::chars).sum();
-        assert!(chars <= MOST_OF_TURNS, "{chars}");
-        let skipped: Vec<usize> = of.turns.iter().map(|turn| turn.skipped).filter(|skipped| *skipped > 0).collect();
-        assert_eq!((skipped.len(), skipped[0] + of.turns.len()), (1, 2003));
-        assert_eq!(of.turns.last().unwrap().parts[0].text.text, "the end");
-        assert_eq!(of.turns[0].parts[0].text.text.len(), MOST_CHARS);
-        assert_eq!(of.turns[1].parts[0].text.left_out, huge.len() - MOST_RESULT);
+        let (shown, _) = turns(&messages, &json!([]), "");
+        let chars: usize = shown.turns.iter().map(Turn::chars).sum();
+        assert!(chars <= MOST_TURN_CHARS, "{chars}");
+        let skipped: Vec<usize> = shown.turns.iter().map(|turn| turn.skipped).filter(|skipped| *skipped > 0).collect();
+        assert_eq!((skipped.len(), skipped[0] + shown.turns.len()), (1, 2003));
+        assert_eq!(shown.turns.last().unwrap().parts[0].text.text, "the end");
+        assert_eq!(shown.turns[0].parts[0].text.text.len(), MOST_CHARS);
+        assert_eq!(shown.turns[1].parts[0].text.left_out, huge.len() - MOST_RESULT);
         // Many calls in one turn.
         let calls = vec![called("f")["tool_calls"][0].clone(); 1000];
         let many = json!({"role": "assistant", "content": "all", "tool_calls": calls});

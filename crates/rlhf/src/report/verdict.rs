@@ -1,4 +1,4 @@
-//! The verdict on a run in words, by its first and its last updates.
+//! The verdict on a run in words, from its first and its last updates.
 
 use super::html::number;
 use super::read::{Alarm, Outcome, Run};
@@ -21,7 +21,7 @@ const CLEAR: f64 = 2.0;
 /// Share of responses cut at the limit from which on the verdict says so.
 const CUT_SHARE: f64 = 0.2;
 
-/// Share of responses cut at the limit from which on most are.
+/// Share of responses cut at the limit from which on the verdict proposes a longer limit.
 const MOST_CUT: f64 = 0.5;
 
 /// Alarms that are named in the verdict, at most.
@@ -45,20 +45,20 @@ pub enum Mark {
 /// Standard errors of the difference of two means up to which a change is noise.
 const STANDARD_ERRORS: f64 = 3.0;
 
-/// Standard deviation of normal noise over the median of its magnitudes: half of the values lie within 0.6745 standard deviations, the
-/// third quartile of the normal distribution, and this is one over that.
+/// Standard deviation of normal noise over the median of its magnitudes, 1 / 0.6745: half of the values lie within 0.6745 standard
+/// deviations, the third quartile of the normal distribution.
 const STD_PER_MEDIAN: f64 = 1.4826;
 
-/// Final loss, in first losses, from which on training made the model worse.
+/// Ratio of the final to the first loss from which on training made the model worse.
 const RISEN: f64 = 2.0;
 
-/// Values from which on a change can be told from noise.
+/// Number of values from which on a change can be told from noise.
 const FEW_VALUES: usize = 5;
 
 /// Share of the entropy at the start below which responses have become alike.
 const LEAST_ENTROPY: f64 = 0.1;
 
-/// Share of groups with equal scores from which on the verdict names it.
+/// Share of groups with equal scores from which on the verdict mentions it.
 const EQUAL_GROUPS: f64 = 0.1;
 
 /// Means of a metric over the first and the last updates of a run.
@@ -66,9 +66,9 @@ const EQUAL_GROUPS: f64 = 0.1;
 struct Ends {
     first: f64,
     last: f64,
-    /// Standard error of their difference, estimated by [`spread_of_differences`]; NaN of fewer than two values.
+    /// Standard error of their difference, estimated by [`spread_of_differences`]; NaN for fewer than two values.
     error: f64,
-    /// Values of the whole run.
+    /// Number of values of the whole run.
     values: usize,
 }
 
@@ -82,7 +82,7 @@ enum Doubt {
 }
 
 impl Ends {
-    /// Returns the numbers at the ends of a run that all views show, if the run has finite values of the metric.
+    /// Returns the numbers at the ends of a run, the same as in all views, if the run has finite values of the metric.
     fn of(run: &Run, name: &str) -> Option<Self> {
         Self::over(name, &finite(run, name)?)
     }
@@ -94,7 +94,7 @@ impl Ends {
         Some(Self { first, last, error, values: values.len() })
     }
 
-    /// Returns the reason that the change may be none.
+    /// Returns the reason why the change may be only noise.
     fn doubt(self) -> Option<Doubt> {
         if self.values < FEW_VALUES {
             return Some(Doubt::Few);
@@ -117,8 +117,8 @@ impl Doubt {
     }
 }
 
-/// Returns the standard deviation of the differences of consecutive values; NaN of fewer than two values. Unlike the deviation of all
-/// values, it hardly contains a trend.
+/// Returns the standard deviation of the differences of consecutive values; NaN for fewer than two values. Unlike the standard deviation of
+/// the values, it is hardly affected by a trend.
 fn spread_of_differences(values: &[f64]) -> f64 {
     let mut sizes: Vec<f64> = values.windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
     sizes.sort_by(f64::total_cmp);
@@ -128,19 +128,20 @@ fn spread_of_differences(values: &[f64]) -> f64 {
         [] => return f64::NAN,
         sizes => (sizes[(sizes.len() - 1) / 2] + sizes[sizes.len() / 2]) / 2.0,
     };
-    // One jump of the loss enlarges the root of the mean square many times, and the median not at all. The median of few differences is
-    // often too small by chance: with the second factor, found by simulation, it calls no more of normal noise a change than the root.
+    // One jump of the loss makes the root mean square many times larger, and leaves the median as it is. The median of few differences is
+    // often too small by chance. The second factor, found by simulation, corrects this: normal noise is then called a change no more often
+    // than with the root mean square.
     let robust = STD_PER_MEDIAN * (1.0 + 2.0 / count) * median;
     // Values that are mostly equal have a median of 0, which says nothing about the others.
     if robust > 0.0 { robust.min(root_mean_square) } else { root_mean_square }
 }
 
-/// Returns the first loss and the mean of the last ones if training made the model worse: they are [`RISEN`] times the first or more,
-/// and that is more than noise.
+/// Returns the first loss and the mean of the last ones if training made the model worse: if the mean is at least [`RISEN`] times the first
+/// loss, and the rise is more than noise.
 fn risen_loss(losses: &[f64]) -> Option<(f64, f64)> {
     let first = *losses.first()?;
     let last = Ends::over("loss", losses)?.last;
-    // The first values of a loss that blows up are far smaller than the noise at the end: ratios are compared.
+    // The first values of a loss that blows up are far smaller than the noise at the end, so ratios are compared.
     let logs: Vec<f64> = losses.iter().filter(|loss| **loss > 0.0).map(|loss| loss.ln()).collect();
     let is_evident = logs.len() >= FEW_VALUES && (last / first).ln() >= STANDARD_ERRORS * spread_of_differences(&logs);
     (first > 0.0 && last >= RISEN * first && is_evident).then_some((first, last))
@@ -151,12 +152,12 @@ fn finite(run: &Run, name: &str) -> Option<Vec<f64>> {
     Some(run.points(name)?.iter().map(|point| point.1).filter(|value| value.is_finite()).collect())
 }
 
-/// Returns the verdict on a run, the most important first.
+/// Returns the verdict on a run, the most important finding first.
 pub fn verdict(run: &Run) -> Vec<Finding> {
     let mut findings = vec![course(run)];
     if run.points("objective/scores").is_some() {
-        let of_rewards = [score(run), held_out_score(run), kl(run), entropy(run), length(run), tools(run)];
-        findings.extend(of_rewards.into_iter().flatten());
+        let reward_findings = [score(run), held_out_score(run), kl(run), entropy(run), length(run), tools(run)];
+        findings.extend(reward_findings.into_iter().flatten());
     } else {
         findings.extend([accuracy(run), loss(run)].into_iter().flatten());
     }
@@ -187,7 +188,7 @@ fn course(run: &Run) -> Finding {
 }
 
 fn score(run: &Run) -> Option<Finding> {
-    // With running moments the scores that are trained on are not comparable over a run.
+    // Scores that are scaled by running moments are not comparable over a run, so the raw scores are preferred.
     let raw = Ends::of(run, "objective/raw_scores");
     let ends = raw.or_else(|| Ends::of(run, "objective/scores"))?;
     let Ends { first, last, .. } = ends;
@@ -287,8 +288,8 @@ fn length(run: &Run) -> Option<Finding> {
     })
 }
 
-/// Returns the share of the responses of the last updates that did not stop by themselves, if the metrics have it: by itself, or as the
-/// stop tokens per response, where no stop string may end one.
+/// Returns the share of the last updates' responses that did not stop by themselves, if the metrics have it: as a metric of its own, or as
+/// the number of stop tokens per response, if no stop string may end a response.
 fn cut_share(run: &Run) -> Option<f64> {
     if let Some(ends) = Ends::of(run, "completions/clipped_ratio") {
         return Some(ends.last);
@@ -306,7 +307,8 @@ fn tools(run: &Run) -> Option<Finding> {
     let Ends { first, last, .. } = Ends::of(run, "tools/call_frequency")?;
     let failed = Ends::of(run, "tools/failure_frequency").map_or(0.0, |failed| failed.last);
     let mut words = format!("Tools: {} calls per response at the end, {} at the start", short(last), short(first));
-    let (stopped, fails) = (first >= LEAST_CALLS && last < LEFT_CALLS * first, failed > MOST_FAILED);
+    let stopped = first >= LEAST_CALLS && last < LEFT_CALLS * first;
+    let fails = failed > MOST_FAILED;
     words += &if stopped {
         ": the policy has stopped calling them".into()
     } else if last > 0.0 {
@@ -437,7 +439,7 @@ mod tests {
 
     #[test]
     fn a_score_is_measured_in_standard_deviations_of_the_start() {
-        let of = |scores: &[f64], std: f64| {
+        let findings = |scores: &[f64], std: f64| {
             words(&run(&[("objective/scores", scores), ("objective/scores_std", &[std, 9.0])]))
         };
         for (scores, std, mark, text) in [
@@ -467,15 +469,15 @@ mod tests {
             (&[0.0, 1.0, 2.0, 3.0], 1.0, Mark::Neutral, "The score went from 0 to 3: there are too few updates"),
             (&[0.0, 1.0, 0.0, 1.0, 0.0, 1.0], 1.0, Mark::Neutral, "The score went from 0 to 1: the change is within"),
         ] {
-            let found = &of(scores, std)[0];
-            assert!(found.0 == mark && found.1.starts_with(text), "{found:?}");
+            let finding = &findings(scores, std)[0];
+            assert!(finding.0 == mark && finding.1.starts_with(text), "{finding:?}");
         }
-        // Ends are means of a tenth.
+        // The ends are means over a tenth of the updates.
         let scores: Vec<f64> = (0..20).map(f64::from).collect();
         assert!(
-            of(&scores, 1.0)[0].1.contains("from 0.5 to 18.5, by 18 standard deviations"),
+            findings(&scores, 1.0)[0].1.contains("from 0.5 to 18.5, by 18 standard deviations"),
             "{:?}",
-            of(&scores, 1.0)
+            findings(&scores, 1.0)
         );
     }
 
@@ -489,9 +491,9 @@ mod tests {
     fn a_jump_of_the_loss_does_not_hide_its_fall() {
         let mut losses = vec![10.8, 5.1, 15.8, 9.4, 7.2, 6.1, 5.5, 5.2, 4.9, 4.7];
         losses.extend((0..10).map(|at| 3.7 - 0.1 * f64::from(at)));
-        let found = words(&run(&[("loss", &losses)]));
-        assert_eq!(found, [(Mark::Good, "The loss fell from 7.95 to 2.85.".into())]);
-        // A value far out in a flat series hides no change and is none.
+        let findings = words(&run(&[("loss", &losses)]));
+        assert_eq!(findings, [(Mark::Good, "The loss fell from 7.95 to 2.85.".into())]);
+        // An outlier in a flat series neither hides a change nor counts as one.
         let mut flat = vec![1.0, 1.1, 1.0, 1.1, 1.0, 1.1, 1.0, 1.1, 1.0, 1.1];
         flat[5] = 90.0;
         assert_eq!(words(&run(&[("loss", &flat)]))[0].0, Mark::Neutral);
@@ -499,31 +501,34 @@ mod tests {
 
     #[test]
     fn a_loss_of_twice_the_first_or_more_is_bad_and_names_the_remedy() {
-        let of = |losses: &[f64]| words(&run(&[("loss", losses)])).remove(0);
+        let first_finding = |losses: &[f64]| words(&run(&[("loss", losses)])).remove(0);
         let text = "The loss rose from 10.8 in the first update to 14100 at the end: the model is worse than at the start. Try a lower \
                     learning_rate, such as a tenth.";
-        assert_eq!(of(&[10.8, 9121.0, 21007.0, 12840.0, 18022.0, 15533.0, 14061.0]), (Mark::Bad, text.into()));
-        // The mean of the first tenth has the jump, and the end is below it.
+        assert_eq!(
+            first_finding(&[10.8, 9121.0, 21007.0, 12840.0, 18022.0, 15533.0, 14061.0]),
+            (Mark::Bad, text.into())
+        );
+        // The jump is in the mean of the first tenth, and the end is below that mean.
         let jump =
             [7.12, 73125.0, 36149.0, 35924.0].into_iter().chain((0..36).map(|at| 40000.0 - 800.0 * f64::from(at)));
-        let (mark, text) = of(&jump.collect::<Vec<_>>());
+        let (mark, text) = first_finding(&jump.collect::<Vec<_>>());
         assert!(
             mark == Mark::Bad && text.starts_with("The loss rose from 7.12 in the first update to 13200 at"),
             "{text}"
         );
         // Losses that vary by such factors all the time have not risen.
-        assert_eq!(of(&[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]).0, Mark::Neutral);
+        assert_eq!(first_finding(&[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]).0, Mark::Neutral);
         // Three losses are too few.
-        assert_eq!(of(&[1.0, 100.0, 200.0]).0, Mark::Neutral);
+        assert_eq!(first_finding(&[1.0, 100.0, 200.0]).0, Mark::Neutral);
     }
 
     #[test]
     fn a_constant_series_has_no_noise_and_no_change() {
-        let of = |values: &[f64]| words(&run(&[("objective/scores", values)])).remove(0);
-        assert_eq!(of(&[2.0; 12]), (Mark::Neutral, "The score stayed at 2.".into()));
+        let first_finding = |values: &[f64]| words(&run(&[("objective/scores", values)])).remove(0);
+        assert_eq!(first_finding(&[2.0; 12]), (Mark::Neutral, "The score stayed at 2.".into()));
         assert_eq!(spread_of_differences(&[2.0; 12]), 0.0);
-        // Of mostly equal values, the few others are the noise.
-        assert_eq!(of(&[0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).0, Mark::Neutral);
+        // Where most values are equal, the few others are the noise.
+        assert_eq!(first_finding(&[0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).0, Mark::Neutral);
         assert!(spread_of_differences(&[1.0]).is_nan());
     }
 
@@ -556,7 +561,7 @@ mod tests {
     #[test]
     fn an_entropy_that_collapses_is_bad_and_a_kl_per_token_without_tokens_is_no_finding() {
         let scores = [0.0; 5];
-        let of = |entropy: &[f64]| {
+        let findings = |entropy: &[f64]| {
             let equal = vec![0.5; entropy.len()];
             words(&run(&[
                 ("objective/scores", &scores),
@@ -566,12 +571,12 @@ mod tests {
                 ("val/response_length", &[0.0; 5]),
             ]))
         };
-        let found = of(&[1.76, 1.0, 0.5, 0.1, 0.066]);
+        let entropy_findings = findings(&[1.76, 1.0, 0.5, 0.1, 0.066]);
         let text = "Entropy: 0.066 nats per token at the end, 1.76 at the start: responses have become alike; 50 % of the groups have \
                     equal scores, from which nothing is learned.";
-        assert_eq!(found[1], (Mark::Bad, text.into()));
-        assert_eq!(of(&[2.0, 1.0])[1].0, Mark::Neutral);
-        assert!(!found.iter().any(|(_, text)| text.contains("KL")), "{found:?}");
+        assert_eq!(entropy_findings[1], (Mark::Bad, text.into()));
+        assert_eq!(findings(&[2.0, 1.0])[1].0, Mark::Neutral);
+        assert!(!entropy_findings.iter().any(|(_, text)| text.contains("KL")), "{entropy_findings:?}");
     }
 
     #[test]
@@ -626,7 +631,7 @@ mod tests {
 
     #[test]
     fn a_held_out_score_has_its_standard_error() {
-        let of = |to: f64| {
+        let held_out_words = |to: f64| {
             let scores = [0.0188, to];
             let run = run(&[
                 ("objective/scores", &[0.1, 0.2]),
@@ -638,8 +643,8 @@ mod tests {
         // The standard error of the difference is 0.054.
         let words = "On held-out prompts the score went from 0.0188 \u{b1} 0.02 to 0.101 \u{b1} 0.05; with these standard errors they \
                      may be equal.";
-        assert_eq!(of(0.101), words);
-        assert!(of(0.201).ends_with("to 0.201 \u{b1} 0.05."), "{}", of(0.201));
+        assert_eq!(held_out_words(0.101), words);
+        assert!(held_out_words(0.201).ends_with("to 0.201 \u{b1} 0.05."), "{}", held_out_words(0.201));
     }
 
     #[test]
@@ -647,36 +652,36 @@ mod tests {
         let length: (&str, &[f64]) = ("val/response_length", &[50.0, 55.0]);
         // Of 8 responses per update, one had a stop token at the end.
         let steps: [(&str, &[f64]); 2] = [("step", &[1.0, 2.0]), ("episode", &[8.0, 16.0])];
-        let of = |metrics: &[(&str, &[f64])]| super::length(&run(metrics)).unwrap();
-        let cut = of(&[length, steps[0], steps[1], ("val/num_eos_tokens", &[2.0, 1.0])]);
+        let length_finding = |metrics: &[(&str, &[f64])]| super::length(&run(metrics)).unwrap();
+        let cut = length_finding(&[length, steps[0], steps[1], ("val/num_eos_tokens", &[2.0, 1.0])]);
         assert_eq!(cut.mark, Mark::Bad);
         assert!(cut.text.contains(": 88 % are cut") && cut.text.contains("a longer response_length"), "{}", cut.text);
-        let cut = of(&[length, ("completions/clipped_ratio", &[0.1, 0.25])]);
+        let cut = length_finding(&[length, ("completions/clipped_ratio", &[0.1, 0.25])]);
         assert!(cut.text.contains(": 25 % are cut") && !cut.text.contains("longer"), "{}", cut.text);
-        let few = of(&[length, ("completions/clipped_ratio", &[0.5, 0.05])]);
+        let few = length_finding(&[length, ("completions/clipped_ratio", &[0.5, 0.05])]);
         assert!(few.mark == Mark::Neutral && !few.text.contains("cut"), "{}", few.text);
     }
 
     #[test]
     fn calls_of_tools_and_their_failures_have_a_sentence() {
-        let of = |calls: &[f64], failed: &[f64], dead: &[f64]| {
+        let tools_finding = |calls: &[f64], failed: &[f64], dead: &[f64]| {
             let metrics =
                 [("tools/call_frequency", calls), ("tools/failure_frequency", failed), ("env_failure_frequency", dead)];
-            let found = tools(&run(&metrics)).unwrap();
-            (found.mark, found.text)
+            let finding = tools(&run(&metrics)).unwrap();
+            (finding.mark, finding.text)
         };
         let words = "Tools: 2 calls per response at the end, 1.5 at the start; 25 % of them failed at the end.";
-        assert_eq!(of(&[1.5, 2.0], &[0.5, 0.25], &[]), (Mark::Neutral, words.into()));
-        let (mark, text) = of(&[1.5, 2.0], &[0.5, 0.6], &[]);
+        assert_eq!(tools_finding(&[1.5, 2.0], &[0.5, 0.25], &[]), (Mark::Neutral, words.into()));
+        let (mark, text) = tools_finding(&[1.5, 2.0], &[0.5, 0.6], &[]);
         assert!(mark == Mark::Bad && text.ends_with("60 % of them failed at the end."), "{text}");
         let stopped =
             "Tools: 0.01 calls per response at the end, 1.5 at the start: the policy has stopped calling them.";
-        assert_eq!(of(&[1.5, 0.01], &[0.0, 0.0], &[]), (Mark::Bad, stopped.into()));
-        assert_eq!(of(&[0.1, 0.0], &[0.0, 0.0], &[]).0, Mark::Neutral, "it hardly called any");
+        assert_eq!(tools_finding(&[1.5, 0.01], &[0.0, 0.0], &[]), (Mark::Bad, stopped.into()));
+        assert_eq!(tools_finding(&[0.1, 0.0], &[0.0, 0.0], &[]).0, Mark::Neutral, "it hardly called any");
         // One of four updates has failures.
-        let (mark, text) = of(&[1.0; 4], &[0.0; 4], &[0.6]);
+        let (mark, text) = tools_finding(&[1.0; 4], &[0.0; 4], &[0.6]);
         assert!(mark == Mark::Bad && text.ends_with("; environments failed for 15 % of all responses."), "{text}");
-        assert_eq!(of(&[1.0; 4], &[0.0; 4], &[0.04]).0, Mark::Neutral);
+        assert_eq!(tools_finding(&[1.0; 4], &[0.0; 4], &[0.04]).0, Mark::Neutral);
         assert!(tools(&run(&[("objective/scores", &[1.0])])).is_none());
     }
 

@@ -22,7 +22,7 @@ const LOWER_IS_BETTER: [&str; 10] = [
     "policy/policykl_avg",
 ];
 
-/// Returns the description of the best model in the folder `dir`, if it is that of a best model: its metric, value and update.
+/// Returns the description of the best model in `dir`, if `dir` is the folder of one: its metric, value and update.
 pub(crate) fn read(dir: &Path) -> Option<Value> {
     let is_best = dir.file_name().is_some_and(|name| name == BEST);
     is_best.then(|| read_json(&dir.join(BEST_FILE)).ok()).flatten()
@@ -34,7 +34,7 @@ pub(crate) struct Best {
     metric: String,
     greater: bool,
     /// The metric's best value, and the update after which it was found; that model is written.
-    found: Option<(f64, usize)>,
+    best: Option<(f64, usize)>,
     /// A better value, whose model is not written yet.
     pending: Option<(f64, usize)>,
     /// Whether an update has had the metric.
@@ -46,13 +46,13 @@ impl Best {
     pub(crate) fn new(config: &EvalConfig) -> Option<Self> {
         let metric = config.metric_for_best_model.clone()?;
         let greater = config.greater_is_better.unwrap_or(!LOWER_IS_BETTER.contains(&metric.as_str()));
-        Some(Self { greater, metric, found: None, pending: None, seen: false })
+        Some(Self { greater, metric, best: None, pending: None, seen: false })
     }
 
     /// Compares the metric after update `done` with the best value, if the update `compares`, and marks the model to be written if
-    /// it is better. Returns a warning if the metric is missing; `may_lack` if it cannot be there yet.
+    /// it is better. Returns a warning if the metric is missing, unless it `may_lack` because it cannot be there yet.
     ///
-    /// [`Best::state`] has the mark: an error before [`Best::write`] costs no best model.
+    /// The mark is part of [`Best::state`], so an error before [`Best::write`] does not lose the best model.
     ///
     /// # Errors
     /// If no update has had the metric so far; a metric of evaluations may be missing where nothing is compared.
@@ -66,7 +66,7 @@ impl Best {
         let Some(value) = metrics.get(&self.metric) else {
             let named = format!("metric_for_best_model = {}", self.metric);
             let missed = !may_lack && (compares || !is_eval_metric(&self.metric));
-            if missed && !self.seen && self.found.is_none() {
+            if missed && !self.seen && self.best.is_none() {
                 let known: Vec<&str> = metrics.iter().map(|(name, _)| name).collect();
                 let known = known.join(", ");
                 return Err(Error::Usage(format!("{named}: expected a metric of the run, one of {known}")));
@@ -92,13 +92,14 @@ impl Best {
         done: usize,
         write: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<Option<PathBuf>> {
-        let Some(found) = self.pending.filter(|&(_, update)| update == done) else { return Ok(None) };
-        let described = self.described(Some(found));
+        let Some(best) = self.pending.filter(|&(_, update)| update == done) else { return Ok(None) };
+        let described = self.described(Some(best));
         commit(output_dir, BEST, |dir| {
             write(dir)?;
             write_text(&dir.join(BEST_FILE), &pretty(&described.into()))
         })?;
-        (self.found, self.pending) = (Some(found), None);
+        self.best = Some(best);
+        self.pending = None;
         Ok(Some(output_dir.join(BEST)))
     }
 
@@ -109,8 +110,8 @@ impl Best {
 
     /// Records that another rank has written the model after `done` updates.
     pub(crate) fn mark_written(&mut self, done: usize) {
-        if let Some(found) = self.pending.take_if(|(_, update)| *update == done) {
-            self.found = Some(found);
+        if let Some(best) = self.pending.take_if(|(_, update)| *update == done) {
+            self.best = Some(best);
         }
     }
 
@@ -127,11 +128,11 @@ impl Best {
     /// Returns whether `value` is better than the best one; a value that is not finite never is.
     fn is_beaten_by(&self, value: f64) -> bool {
         let better = |best: f64| if self.greater { value > best } else { value < best };
-        value.is_finite() && self.found.is_none_or(|(best, _)| better(best))
+        value.is_finite() && self.best.is_none_or(|(best, _)| better(best))
     }
 
-    fn described(&self, found: Option<(f64, usize)>) -> Map<String, Value> {
-        let (value, update) = found.unzip();
+    fn described(&self, best: Option<(f64, usize)>) -> Map<String, Value> {
+        let (value, update) = best.unzip();
         let parts: [(&str, Value); 4] = [
             ("metric", self.metric.as_str().into()),
             ("greater_is_better", self.greater.into()),
@@ -143,16 +144,16 @@ impl Best {
 
     /// Returns the state for a checkpoint.
     pub(crate) fn state(&self) -> Value {
-        let mut state = self.described(self.found);
+        let mut state = self.described(self.best);
         state.extend(self.pending.map(|pending| ("pending".into(), json!(pending))));
         state.into()
     }
 
-    /// Restores what [`Best::state`] returned, unless it is of another metric.
+    /// Restores the state that [`Best::state`] returned, unless it is of another metric.
     pub(crate) fn load_state(&mut self, state: &Value) {
         if state["metric"] == self.metric.as_str() && state["greater_is_better"] == self.greater {
             let number = |value: &Value| value.as_u64().map(|update| update as usize);
-            self.found = state["value"].as_f64().zip(number(&state["update"]));
+            self.best = state["value"].as_f64().zip(number(&state["update"]));
             let pending = &state["pending"];
             self.pending = pending[0].as_f64().zip(number(&pending[1]));
         }
@@ -193,10 +194,10 @@ mod tests {
         }
         let mut again = Best::new(&config("eval/score", None)).unwrap();
         again.load_state(&best.state());
-        assert_eq!(again.found, Some((2.0, 7)));
+        assert_eq!(again.best, Some((2.0, 7)));
         let mut other = Best::new(&config("eval/kl", None)).unwrap();
         other.load_state(&best.state());
-        assert_eq!(other.found, None);
+        assert_eq!(other.best, None);
     }
 
     #[test]

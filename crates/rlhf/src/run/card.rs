@@ -30,10 +30,10 @@ impl Card<'_> {
 
     fn text(&self, title: &str, command_line: Option<&str>) -> String {
         let mut card = String::from("---\n");
-        // The hub refuses a card whose base is not a name of the hub, such as a folder.
+        // The hub refuses a card whose base is no name on the hub, such as a folder.
         let is_name = |base: &&Path| base.to_str().is_some_and(is_hub_name) && !base.exists();
         if let Some(base) = self.base_model.filter(is_name) {
-            // A JSON string is one of YAML.
+            // A JSON string is also a YAML string.
             let _ = writeln!(card, "base_model: {}", Value::from(base.display().to_string()));
         }
         let library = if self.is_adapter { "peft" } else { "transformers" };
@@ -41,7 +41,7 @@ impl Card<'_> {
         let _ = write!(card, "library_name: {library}\ntags:\n- rlhf\n- {command}\n---\n\n# {title}\n\n");
         let _ = write!(card, "Trained by `rlhf {command}` {}", env!("CARGO_PKG_VERSION"));
         match command_line {
-            // Indented: a fence of backticks would end at one in the line.
+            // Indented, because backticks in the line would end a fenced block.
             Some(line) => drop(write!(card, ":\n\n    {}\n\n", line.replace('\n', "\n    "))),
             None => card.push_str(".\n\n"),
         }
@@ -57,8 +57,8 @@ impl Card<'_> {
 /// Most characters of a prompt that is shown in a command line.
 const MOST_SHOWN: usize = 200;
 
-/// Returns the command line that tries the language model in `dir`, with the prompt of `row`, a row of its data; without one
-/// where the prompt is long or no text, and then `rlhf generate` asks for it.
+/// Returns the command line that tries the language model in `dir`, with the prompt of `row`, a row of its data. A prompt that is long or
+/// not a text is left out: `rlhf generate` then asks for one.
 pub(crate) fn command_to_try(dir: &Path, row: Option<&Value>, max_new_tokens: Option<usize>) -> Vec<String> {
     let mut words = ["generate", "--model_name_or_path"].map(String::from).to_vec();
     words.insert(0, terminal::program());
@@ -68,7 +68,7 @@ pub(crate) fn command_to_try(dir: &Path, row: Option<&Value>, max_new_tokens: Op
         let last = messages.iter().rev().find(|message| message["role"] == "user")?;
         Some(last["content"].as_str().map(String::from))
     };
-    let of_text = |row: &Value| {
+    let first_words = |row: &Value| {
         let text = row.get("text")?.as_str()?;
         Some(text.split_whitespace().take(4).collect::<Vec<_>>().join(" "))
     };
@@ -80,7 +80,7 @@ pub(crate) fn command_to_try(dir: &Path, row: Option<&Value>, max_new_tokens: Op
         {
             Some(Value::String(prompt)) => (Some(prompt.clone()), false),
             Some(messages) => last_question(messages).map_or((None, false), |prompt| (prompt, true)),
-            None => (of_text(row), false),
+            None => (first_words(row), false),
         },
     };
     if is_chat {

@@ -8,7 +8,7 @@
 //! | subject | module |
 //! |---|---|
 //! | when checkpoints are written, and which are kept | this one |
-//! | names of folders; folders that appear and go by one rename | `folders` |
+//! | names of folders; folders that are created and removed by one rename | `folders` |
 //! | the content of `trainer_state.json` | `state` |
 //! | a checkpoint to resume from, a finished run, the record of an update | `saved` |
 //! | settings that a later run may change | `changes` |
@@ -42,9 +42,9 @@ pub(crate) const BEST: &str = "best";
 pub(super) const BEST_FILE: &str = "best.json";
 /// The state of everything but weights and optimizers.
 pub(crate) const STATE: &str = "trainer_state.json";
-/// The file beside the model of a run that ended early, with its settings.
+/// The file next to the model of a run that ended early, with its settings.
 pub(crate) const UNFINISHED: &str = "unfinished.json";
-/// An optimizer's state, beside the model that it belongs to.
+/// An optimizer's state, next to the model that it belongs to.
 pub(crate) const OPTIMIZER: &str = "optimizer.safetensors";
 
 /// Files in a checkpoint that belong to no model.
@@ -75,11 +75,12 @@ impl Checkpoints {
         num_updates: usize,
     ) -> Result<Self> {
         let dir = run.output_dir.clone();
-        let (every, limit) = (run.checkpoints.save_steps, run.checkpoints.save_total_limit);
+        let every = run.checkpoints.save_steps;
+        let limit = run.checkpoints.save_total_limit;
         Ok(Self { dir, command, config: settings(config)?, num_updates, every, limit, last: None })
     }
 
-    /// Removes what a killed run left incomplete or beyond `save_total_limit`, where `done` updates are done.
+    /// Removes incomplete folders of a killed run, and checkpoints beyond `save_total_limit`, when `done` updates are done.
     ///
     /// # Errors
     /// If that cannot be removed.
@@ -88,7 +89,7 @@ impl Checkpoints {
         self.keep_to_limit(done)
     }
 
-    /// Returns whether one is due after `done` updates: by `save_steps`, and after the last.
+    /// Returns whether a checkpoint is due after `done` updates: by `save_steps`, and after the last update.
     pub(crate) fn is_due(&self, done: usize, epochs: Epochs) -> bool {
         epochs.is_due(self.every, done, self.num_updates)
     }
@@ -127,8 +128,8 @@ impl Checkpoints {
         self.dir.join(name_of(done))
     }
 
-    /// Returns whether a run that ends after `done` updates should leave one: it is not finished, or one is due; it did an update;
-    /// and none was written or tried after it.
+    /// Returns whether a run that ends after `done` updates should leave a checkpoint: it did an update, it is not finished or checkpoints are
+    /// set, and none was written or tried after that update.
     pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
         let due = done > 0 && (done < self.num_updates || self.every.is_some());
         due && self.last != Some(done) && Saved::read(&self.place(done)).is_err()
@@ -159,8 +160,8 @@ impl Checkpoints {
         self.keep_to_limit(done)
     }
 
-    /// Leaves the model of the run in its folder, as `save` writes it. If the run `ended` before its last update, that is noted
-    /// beside it: such a model does not keep the run from starting again there.
+    /// Leaves the model of the run in its folder, as `save` writes it. If the run `ended` before its last update, a note is written next to
+    /// it, so that the model does not keep the run from starting again there.
     ///
     /// # Errors
     /// The error of `save`; if the note cannot be written or removed.
@@ -186,7 +187,7 @@ impl Checkpoints {
     /// Removes the oldest checkpoints of at most `done` updates beyond `save_total_limit`.
     fn keep_to_limit(&self, done: usize) -> Result<()> {
         let Some(limit) = self.limit else { return Ok(()) };
-        // Later ones are damaged: the run was resumed from before them.
+        // Later checkpoints are damaged: the run was resumed from an earlier one.
         let numbers: Vec<usize> = numbered(&self.dir)?.into_iter().filter(|&number| number <= done).collect();
         for number in &numbers[..numbers.len().saturating_sub(limit)] {
             remove(&self.dir, &name_of(*number))?;
@@ -205,7 +206,7 @@ pub(crate) struct Epochs {
 }
 
 impl Epochs {
-    /// Returns whether `done` updates are due by `every`, or all of `total`; never without `every`.
+    /// Returns whether something is due after `done` of `total` updates: by `every`, and after the last update; never without `every`.
     pub(crate) fn is_due(self, every: Option<Interval>, done: usize, total: usize) -> bool {
         match every {
             Some(Interval::Updates(every)) => is_due(Some(every), done, total),
@@ -220,7 +221,7 @@ impl Epochs {
     }
 }
 
-/// Returns whether `done` updates are a multiple of `every`, or all of `total`; never without `every`.
+/// Returns whether `done` is a multiple of `every`, or equal to `total`; never without `every`.
 pub(crate) fn is_due(every: Option<usize>, done: usize, total: usize) -> bool {
     every.is_some_and(|every| done.is_multiple_of(every) || done == total)
 }
@@ -260,7 +261,7 @@ pub(super) mod tests {
         names
     }
 
-    pub(in crate::run) fn found(dir: &Path) -> Result<Option<usize>> {
+    pub(in crate::run) fn resumed_update(dir: &Path) -> Result<Option<usize>> {
         Ok(Start::find(&run(dir, None, Some(Resume::Latest)))?.from.map(|saved| saved.state.update))
     }
 
@@ -273,7 +274,7 @@ pub(super) mod tests {
         save(dir.path(), Some(2), &[2, 4, 10]);
         let expected = ["best", "checkpoint-01", "checkpoint-10", "checkpoint-4", "checkpoint-old", "notes"];
         assert_eq!(sorted(dir.path()), expected);
-        assert_eq!(found(dir.path()).unwrap(), Some(10));
+        assert_eq!(resumed_update(dir.path()).unwrap(), Some(10));
     }
 
     #[test]
@@ -295,7 +296,7 @@ pub(super) mod tests {
                 assert!(error.contains("expected") || error.contains("JSON"), "{error}");
                 save(dir.path(), Some(2), &[3, 4]);
                 assert_eq!(sorted(dir.path()), ["checkpoint-3", "checkpoint-4"]);
-                assert_eq!(found(dir.path()).unwrap(), Some(4));
+                assert_eq!(resumed_update(dir.path()).unwrap(), Some(4));
             }
         }
     }
@@ -308,7 +309,7 @@ pub(super) mod tests {
             fs::create_dir(dir.path().join(name)).unwrap();
             fs::write(dir.path().join(name).join("half"), name).unwrap();
         }
-        assert_eq!(found(dir.path()).unwrap(), Some(2));
+        assert_eq!(resumed_update(dir.path()).unwrap(), Some(2));
         save(dir.path(), None, &[4]);
         // The old best model was renamed, and the new one not yet.
         assert_eq!(sorted(dir.path()), ["best", "checkpoint-2", "checkpoint-4"]);

@@ -4,7 +4,7 @@ use crate::run::settings::is_eval_metric;
 use rlhf_base::metrics::name_of_groups;
 use serde_json::{Map, Value};
 
-/// Values of a metric in a mean at the start or at the end of a run, at most.
+/// Most values in a mean of a metric at the start or at the end of a run.
 pub const MOST_VALUES: usize = 50;
 
 /// A metric at the start and at the end of a run.
@@ -26,13 +26,13 @@ impl Ends {
     }
 }
 
-/// Returns the number of values in a mean at an end, of `len` values of the metric `name`: a tenth, and one of an evaluation, whose
-/// value is a mean over all held-out rows.
+/// Returns the number of values in the mean at an end of a run with `len` values of the metric `name`: a tenth of them, and one for a metric of
+/// evaluations, whose values are means over all held-out rows.
 pub fn window(name: &str, len: usize) -> usize {
     if is_eval_metric(name) { len.min(1) } else { len.div_ceil(10).min(MOST_VALUES) }
 }
 
-/// Returns in words what the numbers are, of a run with `len` updates that have metrics.
+/// Returns an explanation of the numbers of a run with `len` updates that have metrics.
 pub fn words(len: usize) -> String {
     match window("", len) {
         0 | 1 => "start and end are the first and the last update, those of held-out rows single evaluations".into(),
@@ -42,7 +42,7 @@ pub fn words(len: usize) -> String {
     }
 }
 
-/// Returns a number of the start or the end of a run as it is shown.
+/// Returns a number at the start or the end of a run as text.
 pub fn short(value: f64) -> String {
     number(value, 3)
 }
@@ -55,14 +55,14 @@ pub fn with_error(value: f64, error: Option<f64>) -> String {
     }
 }
 
-/// Returns the value of a metric in a line of metrics; one of a run of groups by PPO's name too.
+/// Returns the value of a metric in a line of metrics. PPO's name works for a GRPO or RLOO run too.
 pub fn metric_of(line: &Map<String, Value>, name: &str) -> Option<f64> {
-    let of_groups = || line.get(name_of_groups(name)?.as_ref());
-    line.get(name).or_else(of_groups)?.as_f64()
+    let group_value = || line.get(name_of_groups(name)?.as_ref());
+    line.get(name).or_else(group_value)?.as_f64()
 }
 
-/// Returns the numbers of a metric at the start and at the end of a run by its `lines` of metrics, as texts; those of held-out prompts
-/// with their standard errors. The first is empty where there is one value.
+/// Returns the numbers of a metric at the start and at the end of a run, as texts, from its `lines` of metrics. Numbers of held-out prompts have
+/// their standard errors. The first text is empty if there is only one value.
 pub fn ends_of(lines: &[Map<String, Value>], name: &str) -> Option<[String; 2]> {
     let values = |name: &str| lines.iter().filter_map(|line| metric_of(line, name)).collect::<Vec<_>>();
     let (all, errors) = (values(name), values(&format!("{name}_stderr")));
@@ -79,7 +79,7 @@ pub fn number(value: f64, digits: usize) -> String {
         return "not finite".into();
     }
     let rounded: f64 = format!("{value:.*e}", digits - 1).parse().expect("it is a number");
-    // No -0.
+    // Turns -0 into 0.
     let rounded = rounded + 0.0;
     let exponent = if rounded == 0.0 { 0.0 } else { rounded.abs().log10() };
     if (-4.0..9.0).contains(&exponent) { rounded.to_string() } else { format!("{rounded:e}") }
@@ -91,12 +91,12 @@ mod tests {
 
     #[test]
     fn the_ends_are_means_of_a_tenth_and_those_of_evaluations_single_values() {
-        let of = |name, len: u32| Ends::of(name, (1..=len).map(f64::from)).map(|ends| [ends.first, ends.last]);
-        assert_eq!(of("loss", 10), Some([1.0, 10.0]));
-        assert_eq!(of("loss", 20), Some([1.5, 19.5]));
-        assert_eq!(of("loss", 1000), Some([25.5, 975.5]));
-        assert_eq!([of("eval/score", 20), of("eval_loss", 20)], [Some([1.0, 20.0]); 2]);
-        assert_eq!([of("loss", 0), of("eval/score", 0), of("x", 1)], [None, None, Some([1.0, 1.0])]);
+        let means = |name, len: u32| Ends::of(name, (1..=len).map(f64::from)).map(|ends| [ends.first, ends.last]);
+        assert_eq!(means("loss", 10), Some([1.0, 10.0]));
+        assert_eq!(means("loss", 20), Some([1.5, 19.5]));
+        assert_eq!(means("loss", 1000), Some([25.5, 975.5]));
+        assert_eq!([means("eval/score", 20), means("eval_loss", 20)], [Some([1.0, 20.0]); 2]);
+        assert_eq!([means("loss", 0), means("eval/score", 0), means("x", 1)], [None, None, Some([1.0, 1.0])]);
         let gaps = [f64::NAN, 1.0, 3.0, f64::INFINITY];
         assert_eq!(Ends::of("loss", gaps), Some(Ends { first: 1.0, last: 3.0 }));
         assert!(

@@ -17,7 +17,7 @@ pub const GROUP_NAMES: [(&str, &str); 8] = [
     ("reward", "reward_funcs"),
 ];
 
-/// Settings that change nothing where groups are compared, with the value, in JSON, that each must have there.
+/// Settings that have no effect in a run that compares groups, each with the value, in JSON, that it must have there.
 pub const NOT_OF_GROUPS: [(&str, &str); 31] = [
     ("value_model_path", "null"),
     ("value_head", "false"),
@@ -72,7 +72,7 @@ pub(crate) fn written(settings: Map<String, Value>) -> Map<String, Value> {
     if !is_of_groups(&settings) {
         return settings;
     }
-    // With a tokenizer of another model both names are needed.
+    // With another model's tokenizer both names are needed.
     let one_model = settings.get(MODEL).is_some_and(Value::is_null);
     let policy = settings.get(POLICY).filter(|_| one_model).cloned();
     let is_left_out = |name: &str, value: &Value| {

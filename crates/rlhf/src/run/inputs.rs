@@ -1,6 +1,6 @@
 //! Digests of a run's inputs, by which a resumed run detects that its data or models have changed.
 //!
-//! Only the digests are compared: a folder or a file that has moved is the same input.
+//! Only the digests are compared: a folder or a file that was moved is the same input.
 //!
 //! Rows are hashed completely. In a model folder, every file that is loaded is hashed: small files completely; for larger ones
 //! the size, the header, and the first, middle and last bytes of every tensor, so that large weights are not read twice.
@@ -33,7 +33,8 @@ pub(crate) const ENVIRONMENTS: &str = "tools and environments";
 /// Name of the date of chat templates among the inputs.
 const DATE: &str = "date of chat templates";
 
-/// The inputs of a run by the name of their setting: path and digests of each. And the date of chat templates, which is kept, not compared.
+/// The inputs of a run by the name of their setting, each with its path and digests; and the date of chat templates, which is stored but not
+/// compared.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Inputs(Map<String, Value>);
 
@@ -48,7 +49,7 @@ impl Inputs {
 
     /// Adds values, hashed in their JSON form.
     pub(crate) fn values<T: Serialize>(&mut self, name: &str, path: &str, values: &[T]) {
-        let input = json!({"path": path, "rows": values.len(), "digest": digest_of(values)});
+        let input = json!({"path": path, "rows": values.len(), "digest": digest_values(values)});
         self.0.insert(name.into(), input);
     }
 
@@ -57,15 +58,15 @@ impl Inputs {
         self.0.extend(fixed_date().map(|date| (DATE.into(), json!({"date": date}))));
     }
 
-    /// Adds the token ids of the rows of the input `of`, and the date in them. They depend on what is in no file: how the tokenizer and the chat
-    /// template are read.
-    pub(crate) fn tokens<T: Serialize>(&mut self, of: &str, path: &str, rows: &[T]) {
+    /// Adds the token ids of the rows of the input `rows_name`, and the date in them. They also depend on how the tokenizer and the chat
+    /// template are read, which no file tells.
+    pub(crate) fn tokens<T: Serialize>(&mut self, rows_name: &str, path: &str, rows: &[T]) {
         self.date();
-        let input = json!({"path": path, "rows": rows.len(), "digest": digest_of(rows), "of": of});
-        self.0.insert(format!("{of} as token ids"), input);
+        let input = json!({"path": path, "rows": rows.len(), "digest": digest_values(rows), "of": rows_name});
+        self.0.insert(format!("{rows_name} as token ids"), input);
     }
 
-    /// Adds the contents that decide the scores of the reward `name`: of files by their names.
+    /// Adds the contents of the files that decide the scores of the reward `name`, by the files' names.
     pub(crate) fn reward(&mut self, name: &str, contents: &[(String, Vec<u8>)]) {
         self.programs(&reward_input(name), contents);
     }
@@ -140,7 +141,7 @@ impl Inputs {
         self.0.clone().into()
     }
 
-    /// The inputs without the paths at which they are: on all ranks of a run the same.
+    /// The inputs without their paths, which are the same on all ranks of a run.
     pub(crate) fn without_paths(&self) -> Map<String, Value> {
         let mut inputs = self.0.clone();
         inputs.values_mut().filter_map(Value::as_object_mut).for_each(|input| drop(input.shift_remove("path")));
@@ -159,8 +160,8 @@ impl Inputs {
         both.filter_map(|(name, now, then)| {
             let change = difference(then, now)?;
             let hint = match now["of"].as_str() {
-                // Other rows are other tokens.
-                Some(of) if self.has_changed(start, of) == Some(true) => return None,
+                // Changed rows have changed tokens anyway, and are reported themselves.
+                Some(rows_name) if self.has_changed(start, rows_name) == Some(true) => return None,
                 Some(_) if date_in(start).is_none() => {
                     ": the tokenizer or the chat template gives others now, as one does that has a date"
                 }
@@ -178,13 +179,13 @@ pub(crate) fn date_in(state: &Value) -> Option<String> {
     state.get(DATE)?["date"].as_str().map(String::from)
 }
 
-/// Returns the name of the input with what decides the scores of a reward.
+/// Returns the name of the input with the files that decide the scores of a reward.
 pub(in crate::run) fn reward_input(name: &str) -> String {
     format!("reward {name}")
 }
 
 /// Returns the digest of values in their JSON form.
-fn digest_of<T: Serialize>(values: &[T]) -> String {
+fn digest_values<T: Serialize>(values: &[T]) -> String {
     let mut sum = Sum(Context::new(&SHA256));
     for value in values {
         serde_json::to_writer(&mut sum, value).expect("rows serialize to JSON, and writing to a digest cannot fail");
@@ -218,7 +219,7 @@ fn difference(then: &Value, now: &Value) -> Option<String> {
 }
 
 /// Adds the digests of the files of the model folder `dir` that are loaded; their names get `prefix`.
-fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result<()> {
+fn add_files(dir: &Path, prefix: &str, files: &mut Map<String, Value>) -> Result<()> {
     let entries = std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))?;
     let mut names = Vec::new();
     for entry in entries {
@@ -228,16 +229,16 @@ fn add_files(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result
     let known = ["config.json", "generation_config.json", "adapter_config.json", INDEX];
     let is_read = |name: &str| known.contains(&name) || rlhf_lm::tokenizer::FILES.contains(&name) || is_weights(name);
     for name in names.iter().filter(|name| is_read(name) && dir.join(name).is_file()) {
-        found.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
+        files.insert(format!("{prefix}{name}"), digest(&dir.join(name))?.into());
     }
     for path in rlhf_lm::tokenizer::further_templates(dir) {
-        found.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
+        files.insert(format!("{prefix}{path}"), digest(&dir.join(&path))?.into());
     }
     Ok(())
 }
 
 /// Adds the digests of the chat templates in their folder of the model folder `dir`.
-fn add_templates(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Result<()> {
+fn add_templates(dir: &Path, prefix: &str, files: &mut Map<String, Value>) -> Result<()> {
     let Ok(entries) = std::fs::read_dir(dir.join(TEMPLATES)) else { return Ok(()) };
     let mut names: Vec<String> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -245,7 +246,7 @@ fn add_templates(dir: &Path, prefix: &str, found: &mut Map<String, Value>) -> Re
     for name in names.iter().filter(|name| name.ends_with(".jinja")) {
         let path = dir.join(TEMPLATES).join(name);
         if path.is_file() {
-            found.insert(format!("{prefix}{TEMPLATES}/{name}"), digest(&path)?.into());
+            files.insert(format!("{prefix}{TEMPLATES}/{name}"), digest(&path)?.into());
         }
     }
     Ok(())
@@ -277,14 +278,14 @@ fn hashed_ranges(file: &File, path: &Path, len: u64) -> Vec<(u64, u64)> {
     let Ok((metadata, data)) = read_header(file, path) else {
         return (0..BLOCKS).map(|i| block((len - BLOCK) / (BLOCKS - 1) * i, len)).chain([(len - BLOCK, len)]).collect();
     };
-    let mut found = vec![(0, data)];
+    let mut ranges = vec![(0, data)];
     for info in metadata.tensors().values() {
         let (begin, end) = (data + info.data_offsets.0 as u64, data + info.data_offsets.1 as u64);
         let last = end.saturating_sub(BLOCK).max(begin);
-        found.extend([begin, begin + (last - begin) / 2, last].map(|at| block(at, end)));
+        ranges.extend([begin, begin + (last - begin) / 2, last].map(|at| block(at, end)));
     }
-    found[1..].sort_unstable();
-    found
+    ranges[1..].sort_unstable();
+    ranges
 }
 
 /// A SHA-256 digest that implements `Write`.
@@ -359,63 +360,63 @@ mod tests {
 
     #[test]
     fn tokens_of_the_same_rows_that_are_others_now_are_a_change() {
-        let of = |rows: &[&str], tokens: &[[i64; 2]]| {
+        let inputs = |rows: &[&str], tokens: &[[i64; 2]]| {
             let mut inputs = Inputs::default();
             inputs.values("dataset_name", "rows.jsonl", rows);
             inputs.tokens("dataset_name", "rows.jsonl", tokens);
             inputs
         };
-        let start = of(&["a"], &[[1, 2]]).state();
-        assert!(of(&["a"], &[[1, 2]]).changed(&start).is_empty());
-        let changed = of(&["a"], &[[1, 3]]).changed(&start);
+        let start = inputs(&["a"], &[[1, 2]]).state();
+        assert!(inputs(&["a"], &[[1, 2]]).changed(&start).is_empty());
+        let changed = inputs(&["a"], &[[1, 3]]).changed(&start);
         assert_eq!(changed.len(), 1);
         assert!(changed[0].starts_with("dataset_name as token ids = rows.jsonl: 1 rows as before"), "{changed:?}");
         assert!(changed[0].contains("a date"), "{changed:?}");
-        assert_eq!(of(&["b"], &[[1, 3]]).changed(&start).len(), 1, "other rows are one change");
+        assert_eq!(inputs(&["b"], &[[1, 3]]).changed(&start).len(), 1, "other rows are one change");
     }
 
     #[test]
     fn a_file_with_the_same_bytes_is_the_same_under_another_name() {
         let dir = tempfile::tempdir().unwrap();
-        let of = |name: &str, text: &str| {
+        let inputs = |name: &str, text: &str| {
             let mut inputs = Inputs::default();
             std::fs::write(dir.path().join(name), text).unwrap();
             inputs.file("chat_template_path", &dir.path().join(name)).unwrap();
             inputs
         };
-        let start = of("a.jinja", "x").state();
-        assert!(of("b.jinja", "x").changed(&start).is_empty());
-        assert_eq!(of("b.jinja", "y").changed(&start).len(), 1);
+        let start = inputs("a.jinja", "x").state();
+        assert!(inputs("b.jinja", "x").changed(&start).is_empty());
+        assert_eq!(inputs("b.jinja", "y").changed(&start).len(), 1);
     }
 
     #[test]
     fn changed_contents_of_a_reward_are_named() {
-        let of = |text: &str| {
+        let inputs = |text: &str| {
             let mut inputs = Inputs::default();
             inputs.reward("words", &[("good.txt".into(), text.into())]);
             inputs
         };
-        let start = of("good 1").state();
-        assert!(of("good 1").changed(&start).is_empty());
-        assert_eq!(of("good 2").changed(&start), ["reward words = good.txt: good.txt has changed"]);
+        let start = inputs("good 1").state();
+        assert!(inputs("good 1").changed(&start).is_empty());
+        assert_eq!(inputs("good 2").changed(&start), ["reward words = good.txt: good.txt has changed"]);
     }
 
     #[test]
     fn changed_rows_are_detected_by_number_and_content() {
-        let of = |rows: &[&str]| {
+        let inputs = |rows: &[&str]| {
             let mut inputs = Inputs::default();
             inputs.values("dataset_name", "rows.jsonl", rows);
             inputs
         };
-        let start = of(&["a", "b"]).state();
-        assert!(of(&["a", "b"]).changed(&start).is_empty());
+        let start = inputs(&["a", "b"]).state();
+        assert!(inputs(&["a", "b"]).changed(&start).is_empty());
         for (rows, words) in [
             (&["a", "c"][..], "dataset_name = rows.jsonl: 2 rows as before, with different content"),
             (&["b", "a"], "dataset_name = rows.jsonl: 2 rows as before, with different content"),
             (&["a"], "dataset_name = rows.jsonl: expected 2 rows, found 1"),
         ] {
-            assert_eq!(of(rows).changed(&start), [words]);
+            assert_eq!(inputs(rows).changed(&start), [words]);
         }
-        assert!(of(&["x"]).changed(&json!({})).is_empty(), "an unknown input is ignored");
+        assert!(inputs(&["x"]).changed(&json!({})).is_empty(), "an unknown input is ignored");
     }
 }

@@ -1,4 +1,4 @@
-//! The output folder of a run: its lock, what is in it, what a run may overwrite.
+//! The output folder of a run: its lock, its contents, and the files that a run may overwrite.
 
 use crate::run::checkpoint::{self, RunSettings};
 pub use crate::run::resolved::CONFIG;
@@ -8,7 +8,7 @@ use crate::run::settings::{Resume, RunConfig};
 use crate::run::start::Start;
 use crate::run::tensorboard;
 use rlhf_base::files;
-use rlhf_base::weights::{BESIDE, read_json, write_text};
+use rlhf_base::weights::{STAGING, read_json, write_text};
 use rlhf_base::{Error, Result};
 use rlhf_lm::model::{AdapterFolder, BASE_MODEL};
 use rlhf_lm::tokenizer::{FURTHER_TEMPLATES, further_templates};
@@ -17,7 +17,8 @@ use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The file with the length of a run: `num_updates`, the updates of the whole run, which its settings need not have; and its start.
+/// The file with the length and the start of a run. The length is `num_updates`, the updates of the whole run, which the settings may not
+/// tell.
 pub(crate) const RUN_LENGTH: &str = "run.json";
 
 /// The file of a run's alarms: one JSON object per line.
@@ -32,13 +33,13 @@ pub(crate) const TRACKERS: &str = "trackers.json";
 /// The report of a run, a page of HTML.
 pub(crate) const REPORT: &str = "report.html";
 
-/// The file with what tools and environments print.
+/// The file with the output that tools and environments print.
 pub(crate) const TOOLS_LOG: &str = "tools.log";
 
 /// The folder of a run's rollouts, with a Parquet file for each update.
 pub(crate) const ROLLOUTS: &str = "rollouts";
 
-/// Names of the files in a run's folder, beside those of the tokenizer, of shards, of TensorBoard and of checkpoints alone.
+/// Names of the files in a run's folder, except the files of the tokenizer, of shards and of TensorBoard, and those only in checkpoints.
 const RUN_FILES: [&str; 14] = [
     TOOLS_LOG,
     METRICS,
@@ -56,7 +57,7 @@ const RUN_FILES: [&str; 14] = [
     "adapter_model.safetensors",
 ];
 
-/// Returns whether the folder `dir` holds a run: a `config.yaml` that a run wrote, or started to write, and not a user.
+/// Returns whether the folder `dir` holds a run: a `config.yaml` that a run, and not a user, wrote or started to write.
 pub(crate) fn holds_run(dir: &Path) -> bool {
     files::read(&dir.join(CONFIG)).is_ok_and(|text| is_resolved(&text))
 }
@@ -67,37 +68,34 @@ fn is_resolved(text: &[u8]) -> bool {
     text.starts_with(header) || header.starts_with(text)
 }
 
-/// Folder of the reference model in a checkpoint, where it follows the policy.
+/// Folder of the reference model in a checkpoint, if it is updated from the policy.
 pub(crate) const REFERENCE: &str = "reference";
 
-/// Folders with models in a run's folder, inner ones first.
+/// Folders of models in a run's folder, inner ones first.
 const INNER: [&str; 5] = [BASE_MODEL, "ema/base_model", "ema", "value_model/base_model", "value_model"];
 
-/// Returns whether `path` has nothing but what a run leaves that was killed before its `config.yaml` was in place.
+/// Returns whether `path` has nothing but leftovers of a run that was killed before its `config.yaml` was in place.
 fn is_leftover(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
     let holds_leftovers = || {
         std::fs::read_dir(path)
             .is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| is_leftover(&entry.path()))))
     };
-    match path.is_dir() {
-        true if name == BESIDE => true,
-        true => {
-            (name == SAMPLES || name == ROLLOUTS || INNER.iter().any(|inner| path.ends_with(inner)))
-                && holds_leftovers()
-        }
-        false if name == format!("{CONFIG}.tmp") => std::fs::read(path).is_ok_and(|text| is_resolved(&text)),
-        false => {
-            let of_samples = name.ends_with(".tmp") && samples_update(&name).or(rollout_update(&name)).is_some();
-            let of_lines = [METRICS, ALARMS].iter().any(|file| name == format!("{file}.tmp"));
-            of_samples || of_lines || name == tensorboard::BESIDE
-        }
+    if path.is_dir() {
+        let may_hold = name == SAMPLES || name == ROLLOUTS || INNER.iter().any(|inner| path.ends_with(inner));
+        return name == STAGING || may_hold && holds_leftovers();
     }
+    if name == format!("{CONFIG}.tmp") {
+        return std::fs::read(path).is_ok_and(|text| is_resolved(&text));
+    }
+    let is_samples = name.ends_with(".tmp") && samples_update(&name).or(rollout_update(&name)).is_some();
+    let is_lines = [METRICS, ALARMS].iter().any(|file| name == format!("{file}.tmp"));
+    is_samples || is_lines || name == tensorboard::TEMPORARY
 }
 
 /// Returns whether a run writes files of this name: `overwrite_output_dir` removes no others.
 pub(crate) fn is_run_file(name: &str) -> bool {
-    if name == tensorboard::BESIDE {
+    if name == tensorboard::TEMPORARY {
         return true;
     }
     let name = name.strip_suffix(".tmp").unwrap_or(name);
@@ -123,7 +121,7 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
             && !others.contains(&name)
             && !checkpoint::FILES.contains(&name)
             && !name.starts_with(tensorboard::PREFIX)
-            && name != tensorboard::BESIDE
+            && name != tensorboard::TEMPORARY
             && !name.ends_with(".tmp")
     };
     let is_public = |path: &str| {
@@ -149,13 +147,14 @@ pub(crate) fn model_files(dir: &Path) -> Vec<String> {
 /// Checks that a run may write to `run.output_dir`, before anything slow. Changes nothing.
 ///
 /// # Errors
-/// If one of the run's `inputs` is the folder or lies in it; if the folder holds anything and `overwrite_output_dir` is not
-/// set, or anything but a run and it is set. A run that is resumed in place finds its own files.
+/// If one of the run's `inputs` is the folder or lies in it; if the folder is not empty without `overwrite_output_dir`, or holds
+/// anything but a run with it. A run that is resumed in place may find its own files.
 pub(crate) fn check_output_dir(run: &RunConfig, start: &Start, inputs: &[&Path]) -> Result<()> {
     if start.in_place {
         return check_inputs(&run.output_dir, inputs);
     }
-    let (dir, overwrite) = (run.output_dir.as_path(), may_overwrite(run, start));
+    let dir = run.output_dir.as_path();
+    let overwrite = may_overwrite(run, start);
     if !overwrite && run.checkpoints.resume_from_checkpoint == Some(Resume::Latest) && holds_run(dir) {
         return Err(Error::invalid(
             dir,
@@ -194,7 +193,7 @@ fn check_inputs(dir: &Path, inputs: &[&Path]) -> Result<()> {
     Ok(())
 }
 
-/// The ways in which a training run can continue the run in its folder, other than to replace it, as errors say it.
+/// The text in errors that tells how a training run can continue the run in its folder instead of replacing it.
 const RESUME: &str = " --resume_from_checkpoint to resume the run, or";
 
 /// Checks that the folder `dir` is empty or new, or holds a run that may be overwritten. `instead` is [`RESUME`], or empty for a command
@@ -231,7 +230,7 @@ fn check_contents(dir: &Path, overwrite: bool, instead: &str) -> Result<()> {
     }
 }
 
-/// Times that a folder is tried to be locked, and the pause after each.
+/// Number of attempts to lock a folder, and the pause after each.
 const LOCK_TRIES: usize = 5;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
@@ -241,12 +240,12 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 /// It is acquired before the contents of the folder are read, so that no other run changes them afterwards.
 #[derive(Debug)]
 pub struct FolderLock {
-    /// The locked folder; none if there was no folder yet.
+    /// The locked folder; `None` if there was no folder yet.
     folder: Option<File>,
 }
 
-/// Returns whether a process of this machine is at work in the folder `dir`, by its [`FolderLock`]; `None` if there is no such folder,
-/// or its file system has no locks.
+/// Returns whether a process of this machine is at work in the folder `dir` and has its [`FolderLock`]; `None` if there is no such
+/// folder, or its file system has no locks.
 pub fn is_at_work(dir: &Path) -> Option<bool> {
     let folder = File::open(dir).ok()?;
     // Shared, so that others can look at the same time, and released at once; [`FolderLock::acquire`] waits for it.
@@ -269,9 +268,9 @@ impl FolderLock {
         let folder = File::open(dir).map_err(Error::io("read the folder", dir))?;
         for _ in 0..LOCK_TRIES {
             match folder.try_lock() {
-                // A look by `is_at_work` takes microseconds, a run longer.
+                // The lock of `is_at_work` takes microseconds. The lock of a run lasts longer than all attempts.
                 Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
-                // Some file systems have no locks: there no run is kept out.
+                // Some file systems have no locks. There other runs are not kept out.
                 Ok(()) | Err(TryLockError::Error(_)) => return Ok(Self { folder: Some(folder) }),
             }
         }
@@ -298,9 +297,9 @@ impl FolderLock {
     }
 }
 
-/// Claims `run.output_dir` for this run when it is ready to start: removes an old run's files if it may, and writes the
-/// resolved configuration; a run that is resumed in place finds it there. The `lock` was acquired before `start` was found. Returns
-/// notes on folders of the user that were renamed.
+/// Claims `run.output_dir` for this run when it is ready to start: removes an old run's files if it may, and writes the resolved
+/// configuration, which a run that is resumed in place has already. The `lock` was acquired before `start` was found. Returns notes
+/// on folders of the user that were renamed.
 ///
 /// # Errors
 /// As [`check_output_dir`]; if another run created the folder first; if a file cannot be removed or written.
@@ -319,7 +318,7 @@ pub(crate) fn claim_output_dir(
     }
     check_contents(dir, may_overwrite(run, start), RESUME)?;
     let (lock, created) = lock.create(dir, run.overwrite_output_dir)?;
-    // `start` was found before a folder that is new.
+    // If the folder was created just now, `start` was found before it existed.
     let overwrite = if created { run.overwrite_output_dir } else { may_overwrite(run, start) };
     check_contents(dir, overwrite, RESUME)?;
     remove_run(dir)?;
@@ -333,7 +332,7 @@ pub(crate) fn claim_output_dir(
 /// # Errors
 /// If the file cannot be written.
 pub(crate) fn write_length(dir: &Path, num_updates: usize) -> Result<()> {
-    // A resumed run began when its first part did.
+    // A resumed run keeps the start of its first part.
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let began = read_start(dir).unwrap_or_else(now);
     write_text(&dir.join(RUN_LENGTH), &format!("{{\"num_updates\": {num_updates}, \"began\": {began}}}\n"))
@@ -371,27 +370,27 @@ pub(crate) fn claim_locked(
 
 /// Writes the resolved configuration to the folder `dir`.
 ///
-/// That file makes a folder a run's, and is replaced after everything else: a run that is killed before can start again.
+/// A folder with this file counts as a run's. It is written after everything else, so that a run that is killed before can start again.
 fn write_settings(dir: &Path, resolved: &impl Serialize) -> Result<()> {
     write_resolved(resolved, dir.join(CONFIG))
 }
 
-/// Renames folders that are left where a run will write checkpoints or its best model, as they have files of the user. Returns a note on
+/// Renames the folders that still have names of checkpoints or of the best model, because they have files of the user. Returns a note on
 /// each.
 fn set_aside(dir: &Path) -> Result<Vec<String>> {
     let renamed = |folder: PathBuf| {
-        let beside = |number: usize| {
+        let renamed_to = |number: usize| {
             let more = if number == 1 { String::new() } else { format!("-{number}") };
             PathBuf::from(format!("{}.old{more}", folder.display()))
         };
-        let free = (1..).map(beside).find(|place| !place.exists()).expect("some number is free");
+        let free = (1..).map(renamed_to).find(|place| !place.exists()).expect("some number is free");
         std::fs::rename(&folder, &free).map_err(Error::io("rename", &folder))?;
         Ok(format!("{} has files that no run wrote: it is renamed to {}", folder.display(), free.display()))
     };
     checkpoint::places(dir)?.into_iter().map(renamed).collect()
 }
 
-/// Removes the files of a run in the folder `dir`, but its configuration.
+/// Removes the files of a run in the folder `dir`, except its configuration.
 fn remove_run(dir: &Path) -> Result<()> {
     checkpoint::clear(dir)?;
     remove_run_files(dir)?;
@@ -400,11 +399,11 @@ fn remove_run(dir: &Path) -> Result<()> {
         // It stays if it has other files.
         let _ = std::fs::remove_dir(folder);
     }
-    let base_of_reference = format!("{REFERENCE}/{BASE_MODEL}");
-    // Only checkpoints have one: a folder of this name beside them is the user's.
-    let of_reference = [&base_of_reference, REFERENCE];
+    let reference_base = format!("{REFERENCE}/{BASE_MODEL}");
+    // Only checkpoints have a reference folder: one of this name next to them is the user's.
+    let reference_folders = [&reference_base, REFERENCE];
     for folder in checkpoint::folders(dir)? {
-        for inner in INNER.into_iter().chain(of_reference) {
+        for inner in INNER.into_iter().chain(reference_folders) {
             remove_run_folder(&folder.join(inner))?;
         }
         remove_run_folder(&folder)?;
@@ -421,12 +420,12 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes the files that a run writes to a folder, but its configuration.
+/// Removes the files that a run writes to a folder, except its configuration.
 fn remove_run_files(dir: &Path) -> Result<()> {
     // A killed save leaves this folder.
-    let beside = dir.join(BESIDE);
-    if beside.is_dir() {
-        std::fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
+    let unsaved = dir.join(STAGING);
+    if unsaved.is_dir() {
+        std::fs::remove_dir_all(&unsaved).map_err(Error::io("remove", &unsaved))?;
     }
     for template in further_templates(dir).iter().map(|path| dir.join(path)) {
         std::fs::remove_file(&template).map_err(Error::io("remove", &template))?;
@@ -436,7 +435,7 @@ fn remove_run_files(dir: &Path) -> Result<()> {
     remove_files(dir, |name| is_run_file(name) && name != CONFIG)
 }
 
-/// Removes the files in `dir` whose names are `removed`.
+/// Removes the files in `dir` whose names `removed` accepts.
 pub(crate) fn remove_files(dir: &Path, removed: impl Fn(&str) -> bool) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
         let entry = entry.map_err(Error::io("read the folder", dir))?;
@@ -572,7 +571,7 @@ mod tests {
         std::fs::write(dir.path().join("checkpoint-4/trainer_state.json"), "{}").unwrap();
         std::fs::create_dir(dir.path().join("reference")).unwrap();
         std::fs::write(dir.path().join("reference/config.json"), "of the user").unwrap();
-        // Of a run whose reference model follows the policy, without files of the user.
+        // The checkpoint of a run whose reference model is updated from the policy, without files of the user.
         let whole = dir.path().join("checkpoint-8");
         std::fs::create_dir_all(whole.join("reference/base_model")).unwrap();
         for file in ["trainer_state.json", "reference/adapter_config.json", "reference/base_model/model.safetensors"] {
@@ -589,8 +588,8 @@ mod tests {
             assert_eq!(text, format!("{RESOLVED}{}", files[was]));
         }
         assert!(!dir.path().join("checkpoint-4.old-2/trainer_state.json").exists() && !whole.exists());
-        let beside = std::fs::read_to_string(dir.path().join("reference/config.json")).unwrap();
-        assert_eq!(beside, "of the user", "no run writes a reference model there");
+        let config = std::fs::read_to_string(dir.path().join("reference/config.json")).unwrap();
+        assert_eq!(config, "of the user", "no run writes a reference model there");
         // A run that is killed before its first checkpoint starts again.
         let resume = CheckpointConfig { resume_from_checkpoint: Some(Resume::Latest), ..defaults() };
         let resumed = Start::find(&RunConfig { checkpoints: resume, ..run(dir.path(), false) }).unwrap();
@@ -603,23 +602,23 @@ mod tests {
         let run = run(&dir.path().join("new"), false);
         let out = run.output_dir.as_path();
         let overwriting = RunConfig { overwrite_output_dir: true, ..run.clone() };
-        // All were checked before there is a folder.
+        // All three were checked before the folder exists.
         let looked = || (FolderLock::acquire(out).unwrap(), Start::find(&run).unwrap());
         let (first, second, third) = (looked(), looked(), looked());
-        let claim_of = |run: &RunConfig, (lock, start): (FolderLock, Start)| {
+        let try_claim = |run: &RunConfig, (lock, start): (FolderLock, Start)| {
             claim_output_dir(run, &start, lock, &serde_json::json!({})).map_err(|error| error.to_string())
         };
-        let held = claim_of(&run, first).unwrap();
+        let lock = try_claim(&run, first).unwrap();
         let at_work = "another run is at work";
-        assert!(claim_of(&run, second).unwrap_err().contains("found a run in it"));
-        assert!(claim_of(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
+        assert!(try_claim(&run, second).unwrap_err().contains("found a run in it"));
+        assert!(try_claim(&overwriting, third).unwrap_err().contains(at_work), "not even with overwrite_output_dir");
         assert_eq!(is_at_work(out), Some(true));
-        // Nor is it checked.
+        // A new run is not even checked.
         assert!(FolderLock::acquire(out).unwrap_err().to_string().contains(at_work));
         std::fs::write(out.join("model.safetensors"), "finished").unwrap();
-        drop(held);
+        drop(lock);
         assert_eq!((is_at_work(out), is_at_work(&dir.path().join("none"))), (Some(false), None));
-        // One that looks at the folder at this moment is waited for.
+        // A process that looks at the folder at this moment is waited for.
         let look = File::open(out).unwrap();
         look.try_lock_shared().unwrap();
         let looker = std::thread::spawn(move || {
@@ -636,7 +635,7 @@ mod tests {
         };
         let early = || (FolderLock { folder: None }, Start { replaces: true, ..Start::default() });
         for run in [run.clone(), resuming(run.clone())] {
-            let error = claim_of(&run, early()).unwrap_err();
+            let error = try_claim(&run, early()).unwrap_err();
             assert!(error.contains("found a run in it") || error.contains("another run has begun"), "{error}");
         }
         assert_eq!(std::fs::read_to_string(out.join("model.safetensors")).unwrap(), "finished");

@@ -1,7 +1,7 @@
-//! Pushes of a run's models to the hub: what is pushed, and the thread that uploads while the run continues.
+//! Pushes of a run's models to the hub: which files are pushed, and the thread that uploads them while the run continues.
 //!
 //! A push opens its files when it is due, and uploads them on a thread of rank 0, so training does not wait for the network. A
-//! push that fails is a warning; the one at the end is waited for, and its failure is the outcome of the run, whose model is saved.
+//! push that fails gives a warning. The run waits for the push at its end: if that fails, the run fails, but its model is saved.
 
 pub(crate) mod settings;
 
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-/// Files of a model beside its weights and its tokenizer.
+/// Files of a model besides its weights and its tokenizer.
 const MODEL_FILES: [&str; 16] = [
     CONFIG,
     METRICS,
@@ -41,9 +41,9 @@ const MODEL_FILES: [&str; 16] = [
     "sentencepiece.bpe.model",
 ];
 
-/// Returns whether the file at this path of the folder is pushed: one of a model in Hugging Face format, or a run's configuration or
-/// metrics. No other file is, as a run's folder may have texts of the data, logs, and files of the user. A path that ends with a slash is
-/// that of a folder: only that of further chat templates is read.
+/// Returns whether the file at this path of the folder is pushed: a file of a model in Hugging Face format, or a run's configuration or metrics.
+/// Other files are not pushed, because a run's folder may have texts of the data, logs, and files of the user. A path that ends with a slash
+/// is a folder: only the folder of further chat templates is read.
 pub(crate) fn is_of_model(path: &str) -> bool {
     let is_template =
         || tokenizer::is_further_template(path) || path.strip_suffix('/') == Some(tokenizer::FURTHER_TEMPLATES);
@@ -66,8 +66,8 @@ pub(crate) fn open_model(dir: &Path) -> Result<Vec<LocalFile>> {
     without_programs(open_folder(dir, &is_of_model)?, |_| false)
 }
 
-/// Replaces the `config.yaml` of runs by ones without secrets: [`terminal::without_programs`]. One that no run wrote may have any
-/// secret: it is left out, unless `is_asked` names it.
+/// Replaces each `config.yaml` that a run wrote by one without secrets: [`terminal::without_programs`]. One that no run wrote may have any
+/// secret, so it is left out unless `is_asked` accepts it.
 ///
 /// # Errors
 /// If one cannot be read.
@@ -76,7 +76,8 @@ pub(crate) fn without_programs(files: Vec<LocalFile>, is_asked: impl Fn(&str) ->
         if file.name().rsplit('/').next() != Some(CONFIG) {
             return Ok(Some(file));
         }
-        let (name, text) = (file.name().to_string(), file.bytes()?);
+        let name = file.name().to_string();
+        let text = file.bytes()?;
         if !is_of_run(&text) {
             return Ok(is_asked(&name).then_some(file));
         }
@@ -86,16 +87,16 @@ pub(crate) fn without_programs(files: Vec<LocalFile>, is_asked: impl Fn(&str) ->
     files.into_iter().filter_map(|file| shown(file).transpose()).collect()
 }
 
-/// Largest file beside a model that is searched for secrets.
+/// Largest file that is searched for secrets.
 const MOST_SEARCHED: u64 = 64 << 20;
 
-/// Checks that no file beside the model, up to 64 MiB, repeats what is left out of the pushed `config.yaml`: states of a run and its
+/// Checks that no other file than the model's, up to 64 MiB, has a value that is left out of the pushed `config.yaml`: a run's states and
 /// rollouts have all settings.
 ///
 /// # Errors
 /// If one does, or cannot be read.
 pub(crate) fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
-    // As it is, and as JSON has it, without the quotes.
+    // Each value is searched as it is, and escaped as in JSON, without the quotes.
     let escaped = |text: &str| Value::from(text).to_string().trim_matches('"').to_string();
     let programs = programs_of(dir);
     let written: Vec<_> = programs.iter().map(|(name, text)| (name, [text.clone(), escaped(text)])).collect();
@@ -103,8 +104,8 @@ pub(crate) fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
     for file in files.iter().filter(is_searched).take_while(|_| !written.is_empty()) {
         let bytes = file.bytes()?;
         let text = String::from_utf8_lossy(&bytes);
-        let found = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())));
-        if let Some((name, _)) = found {
+        let repeated = written.iter().find(|(_, forms)| forms.iter().any(|form| text.contains(form.as_str())));
+        if let Some((name, _)) = repeated {
             let file = file.name();
             let message = format!(
                 "it has the value of {name}, which may be secret: leave it out with --exclude {file}, or a pattern"
@@ -115,7 +116,7 @@ pub(crate) fn check_secrets(dir: &Path, files: &[LocalFile]) -> Result<()> {
     Ok(())
 }
 
-/// The command lines and addresses that may be secret in the settings of the run whose folder, or a folder in it, is `dir`.
+/// The command lines and addresses that may be secret in the settings of a run. `dir` is the folder of the run, or a folder in it.
 fn programs_of(dir: &Path) -> Vec<(&'static str, String)> {
     let parent = dir.parent().and_then(resolved_settings);
     let states = [STATE, UNFINISHED].map(|name| read_json(&dir.join(name)).ok().map(|state| state["config"].clone()));
@@ -128,8 +129,8 @@ fn programs_of(dir: &Path) -> Vec<(&'static str, String)> {
 pub(crate) fn local_base_warning(dir: &Path, files: &[LocalFile]) -> Option<String> {
     let adapter = AdapterFolder::find(dir).ok().flatten()?;
     let base = adapter.base_name().filter(|name| !is_hub_name(name))?;
-    let beside = format!("{BASE_MODEL}/");
-    if files.iter().any(|file| file.name().starts_with(&beside)) {
+    let base_folder = format!("{BASE_MODEL}/");
+    if files.iter().any(|file| file.name().starts_with(&base_folder)) {
         return None;
     }
     Some(format!(
@@ -172,7 +173,7 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
-    /// Returns warnings about the model of the run that has ended: [`local_base_warning`], and that it is not a best one.
+    /// Returns warnings about the model of the run that has ended: [`local_base_warning`], and a warning if there is no best model.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let is_last = self.strategy == HubStrategy::Best && self.folder() == self.output_dir;
         let last = is_last.then(|| "hub_strategy = best: the run has no best model, so its last one is pushed".into());
@@ -276,7 +277,7 @@ impl Pusher {
         }
     }
 
-    /// The folder that is pushed at the end: that of the best model, if there is one by then.
+    /// The folder that is pushed at the end: the best model's with `hub_strategy = best`, if it exists, else the output folder.
     fn folder(&self) -> PathBuf {
         let best = self.output_dir.join(BEST);
         if self.strategy == HubStrategy::Best && best.is_dir() { best } else { self.output_dir.clone() }
@@ -318,7 +319,7 @@ impl Pusher {
     }
 }
 
-/// Adds those of the files `names` of the folder `dir` that it has and `files` has not.
+/// Adds the files `names` of the folder `dir` that exist and are not in `files` yet.
 fn add(files: &mut Vec<LocalFile>, dir: &Path, names: &[&str]) -> Result<()> {
     for name in names {
         let path = dir.join(name);
@@ -348,18 +349,18 @@ mod tests {
             assert!(error.contains(&format!("{name}: it has the value of reward_command")), "{error}");
             assert!(error.ends_with(&format!("leave it out with --exclude {name}, or a pattern")), "{error}");
         }
-        // A checkpoint has its settings in its state alone.
+        // A checkpoint has its settings only in its state.
         let checkpoint = dir.path().join("checkpoint-1");
         std::fs::create_dir(&checkpoint).unwrap();
-        for of_parent in [true, false] {
-            if !of_parent {
+        for in_parent in [true, false] {
+            if !in_parent {
                 std::fs::remove_file(dir.path().join("config.yaml")).unwrap();
                 std::fs::write(checkpoint.join("trainer_state.json"), &state).unwrap();
             }
             let error = check_secrets(&checkpoint, &[file("trainer_state.json", &state)]).unwrap_err().to_string();
             assert!(error.contains("trainer_state.json: it has the value of reward_command"), "{error}");
         }
-        // Nothing is secret about a program without arguments.
+        // A program without arguments has no secret.
         let settings = serde_json::json!({"reward_command": "judge"});
         crate::run::resolved::write_resolved(&settings, dir.path().join("config.yaml")).unwrap();
         check_secrets(dir.path(), &[file("train.log", "judge")]).unwrap();
@@ -369,20 +370,20 @@ mod tests {
     fn a_config_yaml_that_no_run_wrote_is_pushed_only_if_it_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| LocalFile::of(name, text);
-        let own = "hub_token: hf_secret\n";
+        let user_config = "hub_token: hf_secret\n";
         crate::run::resolved::write_resolved(&serde_json::json!({"seed": 1}), dir.path().join("config.yaml")).unwrap();
         let written = std::fs::read_to_string(dir.path().join("config.yaml")).unwrap();
         let names = |files: Vec<LocalFile>, is_asked: bool| -> Vec<String> {
             let files = without_programs(files, |_| is_asked).unwrap();
             files.iter().map(|file| file.name().to_string()).collect()
         };
-        assert_eq!(names(vec![file("config.yaml", own), file("README.md", "")], false), ["README.md"]);
-        assert_eq!(names(vec![file("config.yaml", own)], true), ["config.yaml"]);
+        assert_eq!(names(vec![file("config.yaml", user_config), file("README.md", "")], false), ["README.md"]);
+        assert_eq!(names(vec![file("config.yaml", user_config)], true), ["config.yaml"]);
         assert_eq!(names(vec![file("config.yaml", &written)], false), ["config.yaml"]);
-        // Nor does a tracker get it.
+        // A tracker does not get it either.
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         assert!(crate::run::output_dir::model_files(dir.path()).contains(&"config.yaml".to_string()));
-        std::fs::write(dir.path().join("config.yaml"), own).unwrap();
+        std::fs::write(dir.path().join("config.yaml"), user_config).unwrap();
         assert!(!crate::run::output_dir::model_files(dir.path()).contains(&"config.yaml".to_string()));
     }
 

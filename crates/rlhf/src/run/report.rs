@@ -22,7 +22,7 @@ type Watcher<'w> = dyn FnMut(&Event<'_>) -> ControlFlow<()> + 'w;
 
 /// Writes a run's metrics, samples and console output.
 pub(crate) struct Reporter<'w> {
-    /// Console output beside events: the title, the progress bar, notes.
+    /// Console output other than that of events: the title, the progress bar, notes.
     pub(crate) console: ConsoleOutput,
     dir: PathBuf,
     files: Option<Files>,
@@ -40,7 +40,7 @@ struct Files {
     alarms: AlarmFile,
 }
 
-/// Files of updates: what they have of later updates than the run has reached is removed when they are opened.
+/// Files of updates. When they are opened, the parts of later updates than the run has reached are removed.
 struct UpdateFiles {
     jsonl: Jsonl,
     samples: SampleFiles,
@@ -61,7 +61,7 @@ impl<'w> Reporter<'w> {
     /// Opens the sinks that the `run` of `command` sets in its output folder, which must exist; `total` updates fill the progress
     /// bar. Trackers start with the settings: [`Reporter::settings`].
     ///
-    /// What the files of a resumed run have of later updates than it has `reached` is removed; new lines are appended.
+    /// In the files of a resumed run, the parts of later updates than it has `reached` are removed; new lines are appended.
     ///
     /// # Errors
     /// If a file cannot be read or written.
@@ -86,16 +86,23 @@ impl<'w> Reporter<'w> {
         Ok(Self { console, dir: dir.into(), files, tensorboard, trackers, driver: None, watcher: None, stopped: false })
     }
 
-    /// A reporter that writes and prints nothing, for the ranks beside the first.
+    /// A reporter that writes and prints nothing, for all ranks but the first.
     pub(crate) fn silent(run: &RunConfig, total: usize, reached: Reached) -> Self {
         let console = ConsoleOutput::open(&run.output_dir, Console::Silent, true, total, reached.updates);
-        let dir = run.output_dir.clone();
-        let (files, tensorboard, trackers) = (None, None, None);
-        Self { console, dir, files, tensorboard, trackers, driver: None, watcher: None, stopped: false }
+        Self {
+            console,
+            dir: run.output_dir.clone(),
+            files: None,
+            tensorboard: None,
+            trackers: None,
+            driver: None,
+            watcher: None,
+            stopped: false,
+        }
     }
 
-    /// Removes what the sinks have of later updates than the run has `reached`, as [`Reporter::open`] does, except alarms. `settings` are
-    /// the settings of the run.
+    /// Removes the parts of later updates than the run has `reached` from the sinks, as [`Reporter::open`] does, except alarms. `settings`
+    /// are the settings of the run.
     ///
     /// # Errors
     /// If a file cannot be read or written.
@@ -109,7 +116,7 @@ impl<'w> Reporter<'w> {
         self.settings(settings)
     }
 
-    /// Writes the settings of the run, without secrets, where a sink has hyperparameters, and starts the trackers, the first time.
+    /// Writes the settings of the run, without secrets, to the sinks that have hyperparameters. The first call starts the trackers.
     ///
     /// # Errors
     /// If they cannot be written.
@@ -162,7 +169,7 @@ impl<'w> Reporter<'w> {
     /// Passes an event to all sinks.
     ///
     /// # Errors
-    /// If a file cannot be written; the other sinks get the event all the same.
+    /// If a file cannot be written; the other sinks still get the event.
     pub(crate) fn emit(&mut self, event: &Event<'_>) -> Result<()> {
         let mut written = Ok(());
         if let Some(Files { updates, alarms }) = &mut self.files {
@@ -205,7 +212,7 @@ impl<'w> Reporter<'w> {
     }
 
     fn notify_watcher(&mut self, event: &Event<'_>) {
-        // The evaluation before the first update is no update.
+        // The evaluation before the first update is not an update.
         if matches!(event, Event::Update { step: 0, .. }) {
             return;
         }

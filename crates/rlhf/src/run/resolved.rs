@@ -1,4 +1,4 @@
-//! The resolved configuration that a run writes beside its results.
+//! The resolved configuration that a run writes to its output folder.
 
 use std::path::Path;
 
@@ -34,7 +34,7 @@ pub fn write_resolved(config: &impl Serialize, path: impl AsRef<Path>) -> Result
     rlhf_base::weights::write_text(path, &text)
 }
 
-/// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if it has a whole one.
+/// Returns the settings in the `config.yaml` that a run wrote to the folder `dir`, if the file is complete.
 pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
     let text = files::read_text(&dir.join(CONFIG)).ok().filter(|text| text.starts_with(RESOLVED))?;
     match serde_saphyr::from_str(&text).ok()? {
@@ -43,15 +43,15 @@ pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
     }
 }
 
-/// Returns whether the run in the folder `dir` has a line of metrics of an update: one of step 0 is an evaluation before the first.
+/// Returns whether the run in the folder `dir` has a line of metrics of an update. A line of step 0 is an evaluation before the first update.
 pub(crate) fn has_updates(dir: &Path) -> bool {
     let lines = std::fs::read(dir.join(METRICS)).unwrap_or_default();
-    let is_of_start = |line: &Value| line["step"].as_f64() == Some(0.0);
+    let is_initial_evaluation = |line: &Value| line["step"].as_f64() == Some(0.0);
     let mut lines = lines.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
-    lines.any(|line| !serde_json::from_slice(line).is_ok_and(|line| is_of_start(&line)))
+    lines.any(|line| !serde_json::from_slice(line).is_ok_and(|line| is_initial_evaluation(&line)))
 }
 
-/// Returns whether a run wrote this `config.yaml`. One of a user may hold anything.
+/// Returns whether a run wrote this `config.yaml`. A user's file of this name may hold anything.
 pub(crate) fn is_of_run(text: &[u8]) -> bool {
     text.starts_with(RESOLVED.as_bytes())
 }
@@ -94,10 +94,10 @@ mod tests {
         };
         let plain = serde_json::json!({"lr": 3e-6, "reward_command": "judge", "report_to": ["wandb"], "reward": []});
         assert_eq!(text(plain), None);
-        // The file of a run of groups has another name for the rewards.
-        let of_groups =
+        // The file of a GRPO run has another name for the rewards.
+        let group_settings =
             text(serde_json::json!({"preset": "grpo", "reward": ["command:judge --api_key pw123"]})).unwrap();
-        assert!(of_groups.contains("reward_funcs") && !of_groups.contains("pw123"), "{of_groups}");
+        assert!(group_settings.contains("reward_funcs") && !group_settings.contains("pw123"), "{group_settings}");
         let shown = text(serde_json::json!({
             "learning_rate": 3e-6,
             "reward_command": "python3 judge.py --api_key pw123",

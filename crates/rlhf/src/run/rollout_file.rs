@@ -1,4 +1,4 @@
-//! An update as the run has recorded it: the file of its rollout, and its line of metrics.
+//! The record of an update: the file of its rollout, and its line of metrics.
 
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
 use crate::run::output_dir::{CONFIG, METRICS, ROLLOUTS, rollout_update};
@@ -34,7 +34,8 @@ fn has_digest(mut file: &File, record: &str, expected: &str) -> io::Result<bool>
     let mut sum = Context::new(&SHA256);
     sum.update(record.as_bytes());
     file.rewind()?;
-    let (mut columns, mut buffer) = (file.take(len), vec![0; 1 << 18]);
+    let mut columns = file.take(len);
+    let mut buffer = vec![0; 1 << 18];
     loop {
         match columns.read(&mut buffer)? {
             0 => return Ok(columns.limit() == 0 && hex(sum) == expected),
@@ -52,7 +53,7 @@ pub(crate) fn file_name(step: usize) -> String {
     format!("update-{step:06}.parquet")
 }
 
-/// Returns true if the run in `dir` is one of PPO, whose settings have those of rollouts.
+/// Returns true if the run in `dir` is a PPO run, which has settings of rollouts.
 ///
 /// # Errors
 /// If they cannot be read.
@@ -61,7 +62,7 @@ pub(crate) fn is_of_ppo(dir: &Path) -> Result<bool> {
     Ok(settings.lines().any(|line| line.starts_with("log_rollouts:")))
 }
 
-/// Returns the updates of the run in `dir` whose rollouts are there, in ascending order.
+/// Returns the updates of the run in `dir` that have a rollout file, in ascending order.
 ///
 /// # Errors
 /// If the folder cannot be read.
@@ -90,16 +91,16 @@ pub(crate) fn metrics_line(dir: &Path, step: usize) -> Result<Option<Map<String,
     if !path.exists() {
         return Ok(None);
     }
-    let mut found = None;
+    let mut last = None;
     for line in BufReader::new(files::open(&path)?).lines() {
         let line = line.map_err(Error::io("read", &path))?;
         // A run in progress may have written half of its last line.
         let Ok(line) = serde_json::from_str::<Map<String, Value>>(&line) else { continue };
         if line.get("step").and_then(Value::as_u64) == Some(step as u64) {
-            found = Some(line);
+            last = Some(line);
         }
     }
-    Ok(found)
+    Ok(last)
 }
 
 /// Reads the rollout of update `step` from the file `path`.
@@ -123,8 +124,8 @@ pub(crate) fn read_rollout(path: &Path, step: usize) -> Result<Rollout> {
     let record = serde_json::from_str(&record)
         .map_err(|e| invalid(format!("expected the settings of its update in the metadata: {e}")))?;
     let row = |(place, fields): (usize, &HashMap<String, Field>)| {
-        let found = Row { fields }.read(step);
-        found.map_err(|name| {
+        let rollout_row = Row { fields }.read(step);
+        rollout_row.map_err(|name| {
             invalid(format!("row {}: column `{name}`: expected that of a rollout of update {step}", place + 1))
         })
     };
@@ -140,7 +141,7 @@ struct Row<'a> {
     fields: &'a HashMap<String, Field>,
 }
 
-/// A value, or the name of a column that does not have it.
+/// A value, or the name of the column that lacks it.
 type Read<T> = Result<T, &'static str>;
 
 impl Row<'_> {
@@ -207,7 +208,7 @@ impl Row<'_> {
         }
     }
 
-    /// A number that may be missing, as may its column.
+    /// A number, which may be missing, or its whole column.
     fn score(&self, name: &'static str) -> Read<Option<f64>> {
         match self.fields.get(name) {
             None | Some(Field::Null) => Ok(None),
@@ -228,12 +229,12 @@ impl Row<'_> {
         group.get_column_iter().map(score).collect()
     }
 
-    /// The elements of a list, each converted by `of`; `None` without the column.
-    fn list<T>(&self, name: &'static str, of: impl Fn(&Field) -> Option<T>) -> Read<Option<Vec<T>>> {
+    /// The elements of a list, each converted by `convert`; `None` without the column.
+    fn list<T>(&self, name: &'static str, convert: impl Fn(&Field) -> Option<T>) -> Read<Option<Vec<T>>> {
         match self.fields.get(name) {
             None => Ok(None),
             Some(Field::ListInternal(list)) => {
-                list.elements().iter().map(of).collect::<Option<_>>().map(Some).ok_or(name)
+                list.elements().iter().map(convert).collect::<Option<_>>().map(Some).ok_or(name)
             }
             Some(_) => Err(name),
         }
@@ -244,13 +245,13 @@ impl Row<'_> {
     }
 
     fn floats(&self, name: &'static str, len: usize) -> Read<Option<Vec<f32>>> {
-        let found = self.list(name, |field| if let Field::Float(number) = field { Some(*number) } else { None })?;
-        if found.as_ref().is_some_and(|found| found.len() != len) { Err(name) } else { Ok(found) }
+        let numbers = self.list(name, |field| if let Field::Float(number) = field { Some(*number) } else { None })?;
+        if numbers.as_ref().is_some_and(|numbers| numbers.len() != len) { Err(name) } else { Ok(numbers) }
     }
 
     fn doubles(&self, name: &'static str, len: usize) -> Read<Option<Vec<f64>>> {
-        let found = self.list(name, |field| if let Field::Double(number) = field { Some(*number) } else { None })?;
-        if found.as_ref().is_some_and(|found| found.len() != len) { Err(name) } else { Ok(found) }
+        let numbers = self.list(name, |field| if let Field::Double(number) = field { Some(*number) } else { None })?;
+        if numbers.as_ref().is_some_and(|numbers| numbers.len() != len) { Err(name) } else { Ok(numbers) }
     }
 
     /// The sets of tokens that `len` tokens were sampled from.

@@ -76,14 +76,14 @@ pub(crate) trait Trainee {
     /// Returns the part of the state that updates change.
     fn state(&self) -> Self::State;
 
-    /// Restores weights, optimizers and what [`Trainee::fixed_state`] and [`Trainee::state`] returned.
+    /// Restores weights, optimizers, and the states that [`Trainee::fixed_state`] and [`Trainee::state`] returned.
     ///
     /// # Errors
     /// If the checkpoint is not of a run like this one.
     fn load(&mut self, saved: &Saved) -> Result<()>;
 
-    /// Optimizer steps since the start of the run, taken or skipped; a change since the last snapshot means that an update was
-    /// left in the middle.
+    /// Optimizer steps since the start of the run, taken or skipped. If the number has changed since the last snapshot, an update is
+    /// incomplete.
     fn steps(&self) -> i64;
 
     /// Writes models and tokenizer to an empty folder in `dtype`; a run resumes from `Auto` alone.
@@ -92,7 +92,7 @@ pub(crate) trait Trainee {
     /// If a file cannot be written, or `dtype` does not hold a number of the model.
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()>;
 
-    /// Writes other models that a run resumes from beside those in `dir`, on rank 0 alone.
+    /// Writes other models that a run resumes from to `dir` too, on rank 0 alone.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -100,7 +100,7 @@ pub(crate) trait Trainee {
         Ok(())
     }
 
-    /// Writes the optimizers' states beside the models in `dir`.
+    /// Writes the optimizers' states next to the models in `dir`.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -113,8 +113,8 @@ pub(crate) trait Trainee {
     /// If a file cannot be written.
     fn write_bases(&mut self) -> Result<()>;
 
-    /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder, each with the inputs that decide it: the first
-    /// of them that the run has.
+    /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder. Each has the names of the inputs that may decide its
+    /// contents: the first one that the run has does.
     fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])>;
 
     /// Replaces the model in the output folder `dir` by the current one in `dtype`, with its model card.
@@ -141,7 +141,7 @@ pub(crate) trait Trainee {
         Ok(())
     }
 
-    /// Ends [`Trainee::share_models`] of the other ranks, where rank 0 wrote something else than the models.
+    /// Ends [`Trainee::share_models`] of the other ranks, if rank 0 wrote something else than the models.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -183,7 +183,7 @@ pub(crate) trait Trainee {
 pub(crate) struct Progress {
     /// Updates done.
     pub(crate) done: usize,
-    /// The last update after which a line of metrics was due: a line written because the run was stopped is not one of them.
+    /// The last update after which a line of metrics was due. A line that was written only because the run was stopped does not count.
     pub(crate) recorded: usize,
     /// Rollbacks so far.
     pub(crate) rollbacks: usize,
@@ -191,7 +191,7 @@ pub(crate) struct Progress {
     rolled_to: Option<usize>,
     best: Option<Best>,
     snapshot: Option<Snapshot>,
-    /// Whether a rollback has failed while it read a checkpoint: models and optimizers are of several updates.
+    /// Whether a rollback failed while it read a checkpoint, so that models and optimizers are from different updates.
     is_mixed: bool,
     /// Whether a session has begun in the output folder.
     begun: bool,
@@ -246,7 +246,8 @@ pub(crate) fn resumable_parts(trainee: &impl Trainee) -> Map<String, Value> {
 
 /// Records the trainee's resumable state after a completed update.
 pub(crate) fn take_snapshot(trainee: &mut impl Trainee) {
-    let (mut state, steps) = (resumable_parts(trainee), trainee.steps());
+    let mut state = resumable_parts(trainee);
+    let steps = trainee.steps();
     let progress = trainee.progress_mut();
     state.extend(progress.best.as_ref().map(|best| ("best".into(), best.state())));
     state.extend((progress.rollbacks > 0).then(|| (ROLLBACKS.into(), progress.rollbacks.into())));
@@ -270,7 +271,7 @@ pub(crate) struct RunSpec<'a, C> {
     pub(crate) epochs: Epochs,
 }
 
-/// A locked output folder, and what the run in it starts from.
+/// A locked output folder, and the start of the run in it.
 #[derive(Debug, Default)]
 pub(crate) struct Opening {
     /// The lock, on the rank that owns the folder.
@@ -308,17 +309,17 @@ impl Opening {
         Ok(Self { lock: Some(lock), start, differences, repository: run.hub.repository()? })
     }
 
-    /// Returns what the run found at its start.
+    /// Returns the external facts that the run looked up at its start.
     ///
     /// # Errors
-    /// If the checkpoint has something else.
+    /// If the checkpoint has them in another form.
     pub(crate) fn found(&self) -> Result<Found> {
         self.start.found()
     }
 }
 
-/// The settings that all ranks of a run must share, with the command and the version: not paths nor arguments of programs, which may
-/// differ between machines.
+/// The settings that all ranks of a run must share, with the command and the version. Paths and arguments of programs may differ between
+/// machines, so they are not among them.
 fn common_settings(command: &str, config: &impl Serialize) -> Result<Map<String, Value>> {
     let is_place = |name: &str| ["_path", "_dir", "_name", "num_threads"].iter().any(|end| name.ends_with(end));
     let config = serde_json::to_value(config).map_err(|e| Error::Run(format!("settings: {e}")))?;
@@ -357,7 +358,7 @@ pub(crate) struct Session<'w> {
     world: World,
     /// Whether another program drives the run.
     is_driven: bool,
-    /// Whether it has asked for a checkpoint after the current update.
+    /// Whether the driver has asked for a checkpoint after the current update.
     save_asked: bool,
     /// Compare the ranks after each update, for tests: `RLHF_CHECK_RANKS=1`.
     compares_ranks: bool,
@@ -369,8 +370,8 @@ pub(crate) struct Session<'w> {
 
 impl<'w> Session<'w> {
     /// Starts or resumes the run of `trainee` in its output folder: restores the checkpoint of the `opening`, claims the
-    /// folder, opens the sinks, and reports `warnings` and from where the run starts. Without an opening the run continues where
-    /// the trainee is.
+    /// folder, opens the sinks, and reports `warnings` and the start of the run. Without an opening the run continues from the state of
+    /// the trainee.
     ///
     /// # Errors
     /// If the checkpoint is not of a run like this one, or a file cannot be written.
@@ -387,7 +388,8 @@ impl<'w> Session<'w> {
         let mut opening = opening;
         let repository = opening.as_mut().and_then(|opening| opening.repository.take());
         if let Some(opening) = opening {
-            // The models are on their device by now. Ranks of which some compute by kernels would round otherwise than the rest.
+            // The models are on their device by now, so it is known whether kernels are loaded. If only some ranks computed by kernels, they
+            // would round differently from the others.
             let mut common = trainee.inputs().without_paths();
             let kernels = if tch_ext::gpu_kernels_are_loaded() { "kernels" } else { "no kernels" };
             common.insert("RLHF_KERNELS".into(), kernels.into());
@@ -406,7 +408,8 @@ impl<'w> Session<'w> {
         if trainee.progress().snapshot.is_none() {
             take_snapshot(trainee);
         }
-        let (run, num_updates) = (spec.run, spec.num_updates);
+        let run = spec.run;
+        let num_updates = spec.num_updates;
         let reached = trainee.progress().reached();
         let done = reached.updates;
         let opened = if world.is_main() {
@@ -431,7 +434,6 @@ impl<'w> Session<'w> {
         let pusher = world.on_main(|| pusher(run, repository))?.flatten();
         let mut checkpoints = Checkpoints::new(spec.command, run, spec.config, num_updates)?;
         world.on_main(|| checkpoints.tidy(done))?;
-        let (eval_steps, logging_steps) = (spec.eval.eval_steps, spec.logging_steps);
         let compares_ranks = world.size() > 1 && std::env::var_os("RLHF_CHECK_RANKS").is_some_and(|value| value == "1");
         let pushes = run.hub.push_to_hub;
         Ok(Self {
@@ -440,9 +442,9 @@ impl<'w> Session<'w> {
             checkpoints,
             began_at: done,
             num_updates,
-            eval_steps,
+            eval_steps: spec.eval.eval_steps,
             epochs: spec.epochs,
-            logging_steps,
+            logging_steps: spec.logging_steps,
             world,
             is_driven,
             save_asked: false,
@@ -457,7 +459,7 @@ impl<'w> Session<'w> {
         self.report.watch(watcher);
     }
 
-    /// Console output beside events.
+    /// Console output other than that of events.
     pub(crate) fn console(&self) -> &ConsoleOutput {
         &self.report.console
     }
@@ -471,14 +473,14 @@ impl<'w> Session<'w> {
         self.world.agree(emitted)
     }
 
-    /// Returns whether the run was stopped, by its watcher or by the user, on any rank: one that has got no signal then stops as if it
-    /// had.
+    /// Returns whether the run was stopped, by its watcher or by the user, on any rank. A rank without a signal then stops as if it had got
+    /// one.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
     pub(crate) fn is_stopped(&self) -> Result<bool> {
-        let own = self.report.stopped();
-        Ok(stop_requested_on_any(&self.world)? || self.world.any(own)?)
+        let stopped_here = self.report.stopped();
+        Ok(stop_requested_on_any(&self.world)? || self.world.any(stopped_here)?)
     }
 
     /// Returns whether an update is left, and the run was not stopped.
@@ -494,21 +496,22 @@ impl<'w> Session<'w> {
         trainee.progress().done == 0 && self.eval_steps.is_some()
     }
 
-    /// Returns what is due after the trainee's next update.
+    /// Returns the actions that are due after the trainee's next update.
     pub(crate) fn due(&self, trainee: &impl Trainee) -> Due {
-        let (progress, total) = (trainee.progress(), self.num_updates);
+        let progress = trainee.progress();
+        let total = self.num_updates;
         let done = progress.done + 1;
         let evaluation = self.epochs.is_due(self.eval_steps, done, total);
         let checkpoint = self.checkpoints.is_due(done, self.epochs);
         let compares = if self.eval_steps.is_some() { evaluation } else { checkpoint };
         let comparison = compares && progress.best.is_some();
-        // The metric of a comparison, and the result of an evaluation, are always in a line.
+        // There is always a line of metrics with the metric of a comparison and the result of an evaluation.
         let line = comparison || evaluation || is_due(Some(self.logging_steps), done, total);
         Due { evaluation, comparison, line, checkpoint }
     }
 
-    /// Tells the driver of the run, if there is one, that the trainee's next update is complete, before it counts. Returns what is `due`
-    /// after it, with what the driver asks for; an evaluation only where the run `can_evaluate`.
+    /// Tells the driver of the run, if there is one, that the trainee's next update is complete, before the update is counted. Returns the
+    /// actions that are `due` after it, with those that the driver asks for; an evaluation only if the run `can_evaluate`.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -528,7 +531,7 @@ impl<'w> Session<'w> {
     /// Counts the trainee's update as done, compares its `metrics`, if it has a line, with the best model's, and takes a
     /// snapshot. Returns a warning about a missing metric.
     ///
-    /// The update counts in any case: what fails after it takes nothing from it.
+    /// The update counts even if something fails after it.
     ///
     /// # Errors
     /// If the run does not have the metric of the best model.
@@ -582,8 +585,8 @@ impl<'w> Session<'w> {
         if due.checkpoint || std::mem::take(&mut self.save_asked) { self.save_checkpoint(trainee) } else { Ok(()) }
     }
 
-    /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before that if the last rollback has
-    /// taken the run there already.
+    /// Returns the newest complete checkpoint of at most `most` updates, as rank 0 finds it; the one before it if the last rollback already
+    /// went to the newest.
     ///
     /// # Errors
     /// If the output folder cannot be read.
@@ -620,7 +623,7 @@ impl<'w> Session<'w> {
         self.world.agree(cut)
     }
 
-    /// Writes the best model, if it is the current one and not written yet: also when a run is resumed after a write that
+    /// Writes the best model, if it is the current one and not written yet, for example when a run is resumed after a write that
     /// failed.
     ///
     /// # Errors
@@ -661,7 +664,7 @@ impl<'w> Session<'w> {
         self.together(trainee, written)
     }
 
-    /// Writes a checkpoint of the last snapshot, after which no weight has changed.
+    /// Writes a checkpoint of the last snapshot. No weight has changed since then.
     fn save_checkpoint(&mut self, trainee: &mut impl Trainee) -> Result<()> {
         let saved = if self.world.is_main() {
             self.write_checkpoint(trainee)
@@ -671,8 +674,8 @@ impl<'w> Session<'w> {
         self.together(trainee, saved)
     }
 
-    /// Makes an error of the rank that writes files an error of all. Ranks that have parts of the models break off, since they may
-    /// be in the middle of sharing them.
+    /// Makes an error of the rank that writes files an error of all ranks. If ranks have parts of the models they break off, because they
+    /// may be in the middle of sharing them.
     fn together<T>(&self, trainee: &impl Trainee, written: Result<T>) -> Result<T> {
         if self.world.is_broken() {
             return written;
@@ -688,7 +691,8 @@ impl<'w> Session<'w> {
         self.report.sync()?;
         trainee.write_bases()?;
         let progress = trainee.progress();
-        let (done, metrics) = (progress.done, trainee.card_metrics());
+        let done = progress.done;
+        let metrics = trainee.card_metrics();
         let state = progress.snapshot.as_ref().map(|snapshot| snapshot.state.clone()).unwrap_or_default();
         self.checkpoints.save(done, metrics, state, |dir| {
             trainee.write_models(dir, Dtype::Auto)?;
@@ -697,7 +701,7 @@ impl<'w> Session<'w> {
         })?;
         let dir = self.checkpoints.place(done);
         self.report.saved(&dir);
-        // The last one is pushed from the output folder, with its card.
+        // The model of the last checkpoint is pushed from the output folder, with its card.
         if done < self.num_updates {
             self.push_saved(HubStrategy::EverySave, &dir, done);
         }
@@ -706,7 +710,7 @@ impl<'w> Session<'w> {
 
     /// Pushes the model in `dir` in the background, if `strategy` is that of the run.
     fn push_saved(&mut self, strategy: HubStrategy, dir: &Path, done: usize) {
-        // The process ends soon, and with it the upload.
+        // The process ends soon, which would end the upload.
         if stop_requested() {
             return;
         }
@@ -769,15 +773,16 @@ impl<'w> Session<'w> {
         ended
     }
 
-    /// Ends the run as [`Session::end`] does, but for the trackers.
+    /// Ends the run as [`Session::end`] does, without the trackers.
     fn close(&mut self, trainee: &mut impl Trainee, ended: Result<()>) -> Result<usize> {
-        let (done, dir) = (trainee.progress().done, self.checkpoints.dir().to_path_buf());
+        let done = trainee.progress().done;
+        let dir = self.checkpoints.dir().to_path_buf();
         let has_model = done > 0 && !trainee.progress().is_mixed;
         if let Err(error) = &ended
             && !self.world.in_step(error)
         {
-            // Other ranks are elsewhere, so no collective can succeed. They wait for nothing but this report, and what this rank
-            // has is saved before it waits for them.
+            // The other ranks are at another point of the run, so no collective can succeed. They wait only for this report, and this rank
+            // saves what it has before it waits for them.
             self.world.report_failure(&error.to_string());
         }
         if self.world.is_broken() && (trainee.is_sharded() || !self.world.is_main()) {
@@ -796,15 +801,15 @@ impl<'w> Session<'w> {
                 ended => ended,
             };
         }
-        // Also after an error: an optimizer step that is not finite is never taken, so the weights are those of the step
-        // before. But a model without an update is the one that training started from, and in the output folder it would keep
+        // The model is saved after an error too: an optimizer step that is not finite is never taken, so the weights are those of the step
+        // before. But before the first update the model is the one that training started from, and in the output folder it would keep
         // the run from starting again there.
         let saved = has_model.then(|| {
             trainee.write_bases()?;
             let dtype = trainee.save_dtype();
             let save = |dtype| self.checkpoints.leave_model(done, &ended, || trainee.save_final(&dir, dtype));
             match save(dtype) {
-                // Nothing else may have the weights of a run that is finished.
+                // The model in the output folder may be the only copy of a finished run's weights.
                 Err(error) if dtype != Dtype::Auto => {
                     let name = dtype.name();
                     self.console().warn(&format!("save_dtype = {name}: {error}; saved as with save_dtype = auto"));
@@ -851,7 +856,7 @@ impl<'w> Session<'w> {
     }
 }
 
-/// Starts the pushes of a run, to the `repository` if it is known; none if the run does not push.
+/// Starts the pushes of a run, to the `repository` if it is known; `None` if the run does not push.
 fn pusher(run: &RunConfig, repository: Option<Repository>) -> Result<Option<Pusher>> {
     let repository = match repository {
         Some(repository) => Some(repository),
@@ -860,16 +865,16 @@ fn pusher(run: &RunConfig, repository: Option<Repository>) -> Result<Option<Push
     repository.map(|repository| Pusher::start(&run.hub, repository, &run.output_dir)).transpose()
 }
 
-/// Returns whether the user has stopped the run on any rank; one that has got no signal then stops as if it had.
+/// Returns whether the user has stopped the run on any rank. A rank without a signal then stops as if it had got one.
 ///
 /// # Errors
 /// If a rank has ended or does not respond.
 pub(crate) fn stop_requested_on_any(world: &World) -> Result<bool> {
-    let own = stop_requested();
+    let stopped_here = stop_requested();
     if world.size() == 1 {
-        return Ok(own);
+        return Ok(stopped_here);
     }
-    let code = world.max_number(if own { f64::from(exit_code()) } else { 0.0 })?;
+    let code = world.max_number(if stopped_here { f64::from(exit_code()) } else { 0.0 })?;
     if code > 0.0 && !stop_requested() {
         request_stop(code as u8);
     }
@@ -883,8 +888,8 @@ fn resume<T: Trainee, C: RunSettings>(
     in_place: bool,
     spec: &RunSpec<'_, C>,
 ) -> Result<Vec<String>> {
-    let (settings, num_updates) = (&spec.run.checkpoints, spec.num_updates);
-    let mut warnings = saved.check_inputs(settings, trainee.inputs(), num_updates, spec.batch_size)?;
+    let mut warnings =
+        saved.check_inputs(&spec.run.checkpoints, trainee.inputs(), spec.num_updates, spec.batch_size)?;
     check_bases(saved, trainee, &spec.run.output_dir)?;
     let done = saved.state.update;
     let progress = trainee.progress_mut();
@@ -892,7 +897,7 @@ fn resume<T: Trainee, C: RunSettings>(
     progress.recorded = saved.parsed("recorded").unwrap_or(done);
     progress.rollbacks = saved.parsed(ROLLBACKS).unwrap_or(0);
     trainee.load(saved)?;
-    // The best model of a run in another folder lies there; one that was the best in other evaluations is looked for anew.
+    // The best model so far is forgotten if it lies in another run's folder, or if it was the best in evaluations with other settings.
     let settings = checkpoint::settings(spec.config)?;
     let is_same = |name: &&str| saved.state.setting(name) == settings.get(*name).unwrap_or(&Value::Null);
     let same_evaluations = trainee.best_depends_on().iter().all(is_same);
@@ -906,14 +911,15 @@ fn resume<T: Trainee, C: RunSettings>(
     Ok(warnings)
 }
 
-/// Checks that the bases of adapters in the output folder `out` are those of the models that the resumed run reads: each is written
+/// Checks that the bases of adapters in the output folder `out` were made from the models that the resumed run reads. Each base is written
 /// once, and every saved adapter refers to it.
 fn check_bases(saved: &Saved, trainee: &impl Trainee, out: &Path) -> Result<()> {
     let Ok(began) = saved.part("inputs") else { return Ok(()) };
     for (base, names) in trainee.bases() {
-        let (base, inputs) = (out.join(base), trainee.inputs());
-        let of = names.iter().find_map(|&name| Some((name, inputs.has_changed(began, name)?)));
-        if let Some((name, true)) = of
+        let base = out.join(base);
+        let inputs = trainee.inputs();
+        let base_input = names.iter().find_map(|&name| Some((name, inputs.has_changed(began, name)?)));
+        if let Some((name, true)) = base_input
             && base.is_dir()
         {
             let message = format!(
@@ -932,12 +938,12 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// The way by which a user resumes a run that ended early.
+/// How a user resumes a run that ended early.
 #[derive(Debug)]
 enum ResumedBy {
-    /// By a command line, which has these words before the settings.
+    /// By a command line with these words before the settings.
     Line(Vec<String>),
-    /// By the line that has started the run: one of another launcher, or one with secrets that the run writes to no file.
+    /// By the command line that started the run, because it is another launcher's, or has secrets that the run writes to no file.
     SameLine,
     /// By a setting, in a program that has its own command line.
     Setting,
@@ -964,7 +970,8 @@ impl ResumedBy {
         match (self, newest) {
             (Self::Line(command), _) => {
                 let purpose = if newest.is_some() { "resume" } else { "begin again" };
-                let (program, config) = (terminal::program(), dir.join(CONFIG).display().to_string());
+                let program = terminal::program();
+                let config = dir.join(CONFIG).display().to_string();
                 let settings = ["--config", &config, "--resume_from_checkpoint", "true"].map(String::from);
                 format!("; to {purpose}: {}", quoted(&[&[program], command.as_slice(), &settings].concat()))
             }
@@ -988,12 +995,12 @@ fn lacks_secrets(dir: &Path) -> bool {
     })
 }
 
-/// Returns the result of a training command: `done` updates of `total`, or the error that ended it; `saved` is whether the
-/// model could be saved in `dir`, if there is one to save; the message says how the run is resumed: `by` what.
+/// Returns the result of a training command: `done` updates of `total`, or the error that ended it. `saved` tells whether the model could
+/// be saved in `dir`, if there is one to save. The message of an error says how the run is resumed, from `by`.
 ///
 /// # Errors
-/// If the run was stopped by [`rlhf_base::signals::request_stop`] or by an error, or the model is not saved: the next command should
-/// not use it as if it were complete. A watcher that stops the run knows that it did.
+/// If the run was stopped by [`rlhf_base::signals::request_stop`] or by an error, or the model is not saved, because the next command
+/// should not use it as if it were complete. A stop by a watcher is no error: the caller knows of it.
 fn conclude(
     done: Result<usize>,
     saved: Option<Result<()>>,
@@ -1018,11 +1025,11 @@ fn conclude(
                 _ => Err(Error::Stopped { message, code: exit_code() }),
             }
         }
-        // Not after an update, but while the run waited for something.
+        // The run was stopped while it waited for something, not after an update.
         Err(Error::Stopped { message, code }) => {
             Err(Error::Stopped { message: format!("{message}; {}", left(&saved)), code })
         }
-        // The caller can tell a reward that failed, as `update` and the rewards themselves do.
+        // The error stays that of a reward, so that the caller can tell it apart.
         Err(Error::Reward { name, source }) => {
             Err(Error::Reward { name, source: Box::new(Error::Run(format!("{source}; {}", left(&saved)))) })
         }
@@ -1047,8 +1054,11 @@ mod tests {
         let end = " launch --nproc_per_node 2 sft --config out/config.yaml --resume_from_checkpoint true";
         assert!(said.starts_with("; to begin again: ") && said.ends_with(end), "{said}");
         // Other programs have their own ways to resume.
-        let of = |by: &ResumedBy, newest| by.describe(Path::new("out"), newest);
-        assert_eq!(of(&ResumedBy::Setting, Some(newest)), "; --resume_from_checkpoint runs/a b/checkpoint-2 resumes");
+        let message = |by: &ResumedBy, newest| by.describe(Path::new("out"), newest);
+        assert_eq!(
+            message(&ResumedBy::Setting, Some(newest)),
+            "; --resume_from_checkpoint runs/a b/checkpoint-2 resumes"
+        );
         let dir = tempfile::tempdir().unwrap();
         for (reward, expected) in
             [("url:http://host/x", false), ("a=url:http://host/x?...", true), ("regex:a?...b", false)]
@@ -1056,13 +1066,13 @@ mod tests {
             write_resolved(&json!({"reward_url": null, "reward": ["json", reward]}), dir.path().join(CONFIG)).unwrap();
             assert_eq!(lacks_secrets(dir.path()), expected, "{reward}");
         }
-        // Ranks of torchrun are started by its line.
+        // Ranks that torchrun started are resumed by its command line.
         assert_eq!(
-            of(&ResumedBy::SameLine, Some(newest)),
+            message(&ResumedBy::SameLine, Some(newest)),
             "; the same command with --resume_from_checkpoint 'runs/a b/checkpoint-2' resumes"
         );
         assert_eq!(
-            of(&ResumedBy::SameLine, None),
+            message(&ResumedBy::SameLine, None),
             "; the same command with --resume_from_checkpoint true begins again"
         );
     }

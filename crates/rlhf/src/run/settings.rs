@@ -114,7 +114,7 @@ impl RunConfig {
         self.bf16 || self.fp16
     }
 
-    /// Refuses a dtype of saved weights where `only_adapters` are saved.
+    /// Refuses a dtype of saved weights if `only_adapters` are saved.
     pub(crate) fn check_save_dtype(&self, only_adapters: bool) -> Result<()> {
         if self.save_dtype == Dtype::Auto || !only_adapters {
             return Ok(());
@@ -124,14 +124,14 @@ impl RunConfig {
         no_effect(name_of!(self.save_dtype), self.save_dtype.name(), why)
     }
 
-    /// Returns the place of optimizer state between steps; none if it stays in memory.
+    /// Returns the place of optimizer state between steps; `None` if it stays in memory.
     pub(crate) fn state_place(&self) -> Option<Offload> {
-        self.offload.of_optimizer(&self.output_dir)
+        self.offload.optimizer_place(&self.output_dir)
     }
 
-    /// Returns the place of frozen models between their uses; none if they stay in memory.
+    /// Returns the place of frozen models between their uses; `None` if they stay in memory.
     pub(crate) fn models_place(&self) -> Option<Offload> {
-        self.offload.of_models(&self.output_dir)
+        self.offload.models_place(&self.output_dir)
     }
 
     /// Leaves all parts in memory.
@@ -139,7 +139,7 @@ impl RunConfig {
         self.offload = rlhf_base::schema::defaults();
     }
 
-    /// Refuses frozen models that are offloaded in a run that shards them.
+    /// Refuses to offload frozen models in a run that shards them.
     fn check_offload(&self, stages: &[ZeroStage]) -> Result<()> {
         let mut all = stages.iter().chain([&self.dist.zero_stage]);
         if self.offload.offloads_models() && all.any(|stage| stage.shards_parameters()) {

@@ -15,18 +15,18 @@ pub(crate) struct GlobalSizes {
 }
 
 /// Returns a number of ranks in words.
-pub(super) fn ranks_of(ranks: usize) -> String {
+pub(super) fn ranks_in_words(ranks: usize) -> String {
     if ranks == 1 { "1 rank".into() } else { format!("{ranks} ranks") }
 }
 
-/// Returns the rows of `ranks` ranks in one pass each: `per_rank`, or without a limit all of an optimizer step of `step` rows, which are the
-/// most.
+/// Returns the rows of one pass on each of `ranks` ranks, with at most `per_rank` rows per rank. They are at most the `step` rows of an
+/// optimizer step, and all of these without a limit.
 pub(crate) fn rows_of_all_ranks(per_rank: Option<u64>, ranks: u64, step: u64) -> u64 {
     per_rank.map_or(step, |rows| rows.saturating_mul(ranks).min(step))
 }
 
 impl GlobalSizes {
-    /// Returns the sizes of a run of `ranks` ranks with the settings `config`; `None` if they have none.
+    /// Returns the sizes of a run of `ranks` ranks with the settings `config`; `None` if these have no batch size.
     ///
     /// `settings::PpoConfig` and the other configurations compute the same sizes for a run that starts.
     pub(crate) fn of(config: &Map<String, Value>, ranks: usize) -> Option<Self> {
@@ -49,8 +49,8 @@ impl GlobalSizes {
             .map(|size| on_all(size.saturating_mul(number("generation_batches", 1))));
         if matches!(preset, Some("grpo" | "rloo")) {
             let pass = rows_of_all_ranks(Self::rows_per_pass(config), ranks, rows);
-            let of_steps = set("steps_per_generation").map(|steps| steps.saturating_mul(pass));
-            let update = set("generation_batch_size").or(of_steps).unwrap_or(rows);
+            let step_rows = set("steps_per_generation").map(|steps| steps.saturating_mul(pass));
+            let update = set("generation_batch_size").or(step_rows).unwrap_or(rows);
             return Some(Self { update, step: rows, part: rows });
         }
         let (update, step) = match (generated, all) {
@@ -69,11 +69,11 @@ impl GlobalSizes {
 
     /// Returns a description for error messages.
     pub(super) fn describe(self, ranks: usize) -> String {
-        let of = ranks_of(ranks);
+        let with_ranks = ranks_in_words(ranks);
         if self.update == self.step {
-            format!("{} rows per optimizer step with {of}", self.step)
+            format!("{} rows per optimizer step with {with_ranks}", self.step)
         } else {
-            format!("{} rows per update and {} per optimizer step with {of}", self.update, self.step)
+            format!("{} rows per update and {} per optimizer step with {with_ranks}", self.update, self.step)
         }
     }
 

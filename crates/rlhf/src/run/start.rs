@@ -24,8 +24,7 @@ pub(crate) struct Start {
     pub(crate) from: Option<Saved>,
     /// Whether the checkpoint lies in the output folder.
     pub(crate) in_place: bool,
-    /// Whether the run may replace the one in `output_dir`, which has no checkpoint, and no model but one of a run that ended
-    /// early.
+    /// Whether the run may replace the one in `output_dir`: that one has no checkpoint, and no model except that of a run that ended early.
     pub(crate) replaces: bool,
     /// That run, if its settings are known and have to stay.
     pub(crate) again: Option<Again>,
@@ -33,7 +32,7 @@ pub(crate) struct Start {
     pub(crate) warnings: Vec<String>,
 }
 
-/// Facts from outside that a run found at its start, and keeps when it resumes; of a new run they are still to be found.
+/// External facts that a run looks up at its start and keeps when it resumes. In a new run they are not known yet.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
     /// The commits that names of the hub stand for.
@@ -43,29 +42,29 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Reads those of the run with the state `parts`.
+    /// Reads the facts from the state `parts` of a run.
     ///
     /// # Errors
-    /// If it has something else.
+    /// If a part has another form.
     pub(crate) fn read(parts: &PartStates<'_>) -> Result<Self> {
         let commits = parts.part("commits").map_or(Ok(Commits::new()), |_| parts.parsed("commits"))?;
         Ok(Self { commits, date: parts.part("inputs").ok().and_then(date_in) })
     }
 
-    /// Gives the tokenizers that are loaded next the date of the run; one that starts has the date of rank 0.
+    /// Gives the tokenizers that are loaded next the date of the run. A new run takes the date of rank 0.
     ///
     /// # Errors
-    /// If the checkpoint has something else; if a rank has ended or does not respond.
+    /// If the date is invalid; if a rank has ended or does not respond.
     pub(crate) fn fix_date(&self, world: &World) -> Result<FixedDate> {
         let date = world.broadcast(self.date.clone().unwrap_or_else(date_now))?;
         FixedDate::new(&date)
     }
 }
 
-/// A run of some updates without a checkpoint, which starts again with the same settings.
+/// A run that did some updates, has no checkpoint, and starts again with the same settings.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Again {
-    /// It left no model, but the `settings` of its `config.yaml` in the folder `dir`.
+    /// It left no model, only the `settings` of its `config.yaml` in the folder `dir`.
     Begun { dir: PathBuf, settings: Map<String, Value> },
     /// It ended early, and left a model in the folder `dir`.
     Ended { dir: PathBuf, state: Box<State> },
@@ -83,7 +82,7 @@ impl Start {
         let numbers = numbered(out)?;
         let Resume::From(dir) = setting else {
             let start = Self::newest(out, &numbers)?;
-            // A run that may be replaced may have other settings.
+            // With `overwrite_output_dir` the run may have other settings than the one that it replaces.
             let may_differ = |again: &Again| run.overwrite_output_dir && matches!(again, Again::Begun { .. });
             let again = start.again.filter(|again| !may_differ(again));
             return Ok(Self { again, ..start });
@@ -127,14 +126,15 @@ impl Start {
                 let again = settings.map(|settings| Again::Begun { dir: out.to_path_buf(), settings });
                 let warning = |_: &_| format!("{}: the run has no checkpoint: it starts again", out.display());
                 let warnings = again.iter().map(warning).collect();
-                // Nothing was done with the settings of a run that ended before its first update: they may have been the reason.
+                // The settings of a run that ended before its first update need not stay: they may have been the reason for its end.
                 let again = again.filter(|_| has_updates(out));
                 Ok(Self { replaces: true, again, warnings, ..Self::default() })
             }
-            // So does a run that ended early and could not write one.
+            // A run that ended early and could not write a checkpoint starts again too.
             None if out.join(UNFINISHED).is_file() => {
                 let state = Box::new(State::read(&out.join(UNFINISHED))?);
-                let (place, done, all) = (out.display(), state.update, state.num_updates);
+                let place = out.display();
+                let (done, all) = (state.update, state.num_updates);
                 let again = Some(Again::Ended { dir: out.to_path_buf(), state });
                 let warnings = vec![format!(
                     "{place}: the run ended after update {done} of {all} without a checkpoint: it starts again"
@@ -158,7 +158,7 @@ impl Start {
             }
             (None, Some(Again::Begun { dir, settings })) => {
                 let compared = Compared { values: as_resolved(config)?, ..Compared::new(config)? };
-                // The number of ranks that divided the batches is not known.
+                // Batch sizes cannot be compared: the number of ranks is not known.
                 let is_known = |(name, _): &(&String, &Value)| compared.resume(name) != ResumeClass::Sizes;
                 let settings = settings.iter().filter(is_known).map(|(name, value)| (name.clone(), value.clone()));
                 let settings = settings.collect();
@@ -187,15 +187,15 @@ impl Start {
         self.from.as_ref().map_or(0, |saved| saved.state.update)
     }
 
-    /// Returns what the run found at its start.
+    /// Returns the external facts that the run looked up at its start.
     ///
     /// # Errors
-    /// If the checkpoint has something else.
+    /// If the checkpoint has them in another form.
     pub(crate) fn found(&self) -> Result<Found> {
         self.from.as_ref().map_or(Ok(Found::default()), |saved| Found::read(&saved.parts()))
     }
 
-    /// Returns the checkpoint, if it lies in the folder of another run.
+    /// Returns the folder of the checkpoint, if it belongs to another run.
     pub(crate) fn input(&self) -> Option<&Path> {
         self.from.as_ref().filter(|_| !self.in_place).map(|saved| saved.dir.as_path())
     }
@@ -213,11 +213,12 @@ impl Start {
         }
     }
 
-    /// Returns a warning about a finished run: nothing is left to do, or it is extended.
+    /// Returns a warning if the run was finished before: nothing is left to do, or it is extended.
     pub(crate) fn finished(&self, num_updates: usize) -> Option<String> {
         let saved =
             self.from.as_ref().filter(|saved| saved.state.is_finished() || saved.state.update == num_updates)?;
-        let (dir, done) = (saved.dir.display(), saved.state.update);
+        let dir = saved.dir.display();
+        let done = saved.state.update;
         Some(if done == num_updates {
             format!("{dir}: the run is finished, all {num_updates} updates are done")
         } else {
@@ -229,7 +230,7 @@ impl Start {
     }
 }
 
-/// Returns the settings `config` as `config.yaml` would hold them: a number may have another type there.
+/// Returns the settings `config` as they are read back from a `config.yaml`, where a number may have another type.
 ///
 /// # Errors
 /// If they cannot be written as YAML.
@@ -242,7 +243,7 @@ fn as_resolved(config: &impl Serialize) -> Result<Map<String, Value>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::checkpoint::tests::{found, run, save};
+    use crate::run::checkpoint::tests::{resumed_update, run, save};
     use crate::run::resolved::{CONFIG, METRICS, write_resolved};
     use serde_json::json;
 
@@ -260,7 +261,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), None, &[2]);
         fs::remove_file(dir.path().join("checkpoint-2/model")).unwrap();
-        let error = found(dir.path()).unwrap_err().to_string();
+        let error = resumed_update(dir.path()).unwrap_err().to_string();
         assert!(error.contains("no whole checkpoint") && error.contains("the file model"), "{error}");
     }
 
@@ -273,7 +274,7 @@ mod tests {
         let start = Start::find(&run).unwrap();
         assert!(start.replaces && start.from.is_none());
         assert_eq!(start.warnings, [format!("{}: the run has no checkpoint: it starts again", dir.path().display())]);
-        // Without an update the settings may be others.
+        // Without an update the settings may differ.
         fs::write(dir.path().join(METRICS), "{\"step\":0.0}\n").unwrap();
         assert!(start.again.is_none() && Start::find(&run).unwrap().again.is_none());
         fs::write(dir.path().join(METRICS), "{\"step\":0.0}\n{\"step\":1}\n").unwrap();

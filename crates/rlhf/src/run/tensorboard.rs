@@ -1,8 +1,8 @@
 //! Scalars, texts and hyperparameters as TensorBoard event files.
 //!
-//! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. We write the few fields that
-//! these need by hand: the maintained alternatives are a protobuf code generator, or crates without a release since
-//! 2022. Sources: `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
+//! An event file is a TFRecord file whose records are `tensorflow.Event` protocol buffers. The few fields that these need are written
+//! by hand: the alternatives are a protobuf code generator, or crates without a release since 2022. Sources:
+//! `tensorflow/core/lib/io/record_writer.h` (framing), `tensorflow/core/lib/hash/crc32c.h` (mask),
 //! `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto` (field numbers); for texts and
 //! hyperparameters `torch/utils/tensorboard/summary.py` and `tensorboard/plugins/hparams/{plugin_data,api}.proto`.
 
@@ -18,7 +18,7 @@ use std::time::SystemTime;
 pub(crate) const PREFIX: &str = "events.out.tfevents.";
 
 /// The file that a truncated event file is written to before it is renamed.
-pub(crate) const BESIDE: &str = ".events.tmp";
+pub(crate) const TEMPORARY: &str = ".events.tmp";
 
 /// One event file, which TensorBoard can follow while it grows.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates a new event file in `dir`, and `dir` if it is not there; files of earlier runs stay as they are.
+    /// Creates a new event file in `dir`, and `dir` if it does not exist; files of earlier runs stay as they are.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder or the file cannot be created or written.
@@ -94,15 +94,15 @@ impl TensorBoard {
             }
             if kept < bytes.len() {
                 // TensorBoard reads every file with `tfevents` in its name.
-                let beside = dir.join(BESIDE);
-                std::fs::write(&beside, &bytes[..kept]).map_err(Error::io("write", &beside))?;
-                std::fs::rename(&beside, &path).map_err(Error::io("write", &path))?;
+                let temporary = dir.join(TEMPORARY);
+                std::fs::write(&temporary, &bytes[..kept]).map_err(Error::io("write", &temporary))?;
+                std::fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
             }
         }
         Ok(())
     }
 
-    /// Appends one record in one write, so that a reader finds no incomplete one.
+    /// Appends one record in one write, so that a reader never sees an incomplete one.
     fn append(&mut self, event: &[u8]) -> Result<()> {
         self.file.write_all(&record(event)).map_err(Error::io("write", &self.path))
     }
@@ -199,12 +199,12 @@ const VALUE_SIMPLE_VALUE: u64 = 2;
 const VALUE_TENSOR: u64 = 8;
 const VALUE_METADATA: u64 = 9;
 
-// Of `tensorflow.SummaryMetadata` and its `PluginData`.
+// Field numbers of `tensorflow.SummaryMetadata` and its `PluginData`.
 const METADATA_PLUGIN_DATA: u64 = 1;
 const PLUGIN_NAME: u64 = 1;
 const PLUGIN_CONTENT: u64 = 2;
 
-// Of `tensorflow.TensorProto`, `TensorShapeProto` and its `Dim`.
+// Field numbers of `tensorflow.TensorProto`, `TensorShapeProto` and its `Dim`, and a data type.
 const TENSOR_DTYPE: u64 = 1;
 const TENSOR_SHAPE: u64 = 2;
 const TENSOR_STRING_VAL: u64 = 8;
@@ -212,7 +212,7 @@ const SHAPE_DIM: u64 = 2;
 const DIM_SIZE: u64 = 1;
 const DT_STRING: u64 = 7;
 
-// Of `tensorboard.hparams.HParamsPluginData` and `SessionStartInfo`, of the entries of a map, of `google.protobuf.Value`.
+// Field numbers of `tensorboard.hparams.HParamsPluginData` and `SessionStartInfo`, of the entries of a map, and of `google.protobuf.Value`.
 const HPARAMS_SESSION_START: u64 = 3;
 const SESSION_HPARAMS: u64 = 1;
 const SESSION_START_TIME: u64 = 5;
@@ -268,7 +268,7 @@ fn record(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// Bytes of a TFRecord beside its data: length and two checksums.
+/// Bytes of a TFRecord besides its data: length and two checksums.
 const FRAME: usize = 16;
 
 /// Returns the data of the TFRecord at the offset `at`, if it is complete.
@@ -281,7 +281,7 @@ fn event_at(bytes: &[u8], at: usize) -> Option<&[u8]> {
 
 /// Returns the step of an event that this module wrote; 0 if it has none.
 fn step_of(event: &[u8]) -> i64 {
-    // After the wall time: a key of one byte and eight bytes.
+    // The step comes after the wall time, which has a key of one byte and eight bytes.
     let Some((&key, rest)) = event.get(9..).and_then(<[u8]>::split_first) else { return 0 };
     if u64::from(key) != (EVENT_STEP << 3) | VARINT {
         return 0;

@@ -141,7 +141,7 @@ impl TrackingConfig {
         !self.programs().is_empty()
     }
 
-    /// Returns the trackers that are programs, each once, and whether it may be missing.
+    /// Returns the trackers that are programs, each once, with whether it may be missing.
     pub(crate) fn programs(&self) -> Vec<(ReportTo, bool)> {
         let mut programs: Vec<(ReportTo, bool)> = Vec::new();
         let named = self.report_to.iter().filter_map(|to| match to {

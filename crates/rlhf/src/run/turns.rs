@@ -27,9 +27,9 @@ pub enum Kind {
 pub struct Part<'a> {
     /// Kind of the part.
     pub kind: Kind,
-    /// Name of the tool, of a result.
+    /// Name of the tool, for a result.
     pub name: &'a str,
-    /// The text; of a call `name(arguments)`.
+    /// The text; for a call, `name(arguments)`.
     pub text: Cow<'a, str>,
 }
 
@@ -87,7 +87,7 @@ pub fn lines(messages: &[Value]) -> String {
     lines.join("\n")
 }
 
-/// Returns numbers of calls and of those that failed in words: `2 calls, 1 failed`.
+/// Returns the numbers of calls and of failed calls in words: `2 calls, 1 failed`.
 pub fn counts(calls: u64, failures: u64) -> String {
     let s = if calls == 1 { "" } else { "s" };
     if failures == 0 { format!("{calls} call{s}") } else { format!("{calls} call{s}, {failures} failed") }

@@ -70,7 +70,7 @@ impl ChatConfig {
     pub fn generate(&self) -> GenerateConfig {
         let mut config = GenerateConfig::new(&self.model);
         config.responses.max_new_tokens = Some(self.max_new_tokens);
-        // A temperature that is set is used, also where the model's file has greedy decoding.
+        // A temperature that is set is used, even if the model's file sets greedy decoding.
         config.responses.do_sample = self.sampler.temperature.map(|temperature| temperature != 0.0);
         config.responses.sampler = self.sampler.clone();
         config.seed = self.seed;
@@ -107,7 +107,7 @@ impl ChatConfig {
 }
 
 /// Settings of a run that mean its many rows, and nothing to one conversation.
-const OF_ROWS: [&str; 2] = ["environment_failure_reward", "max_environments"];
+const ROW_SETTINGS: [&str; 2] = ["environment_failure_reward", "max_environments"];
 
 /// Tools and environments of a conversation: the settings of a run, without those of its rows.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -116,11 +116,11 @@ pub struct ChatEnvironmentConfig(pub EnvironmentConfig);
 
 impl Settings for ChatEnvironmentConfig {
     fn describe(fields: &mut Vec<Field>) {
-        fields.extend(EnvironmentConfig::fields().into_iter().filter(|field| !OF_ROWS.contains(&field.name)));
+        fields.extend(EnvironmentConfig::fields().into_iter().filter(|field| !ROW_SETTINGS.contains(&field.name)));
     }
 
     fn read(values: &Values<'_>) -> Result<Self> {
-        EnvironmentConfig::read(&|name| if OF_ROWS.contains(&name) { None } else { values(name) }).map(Self)
+        EnvironmentConfig::read(&|name| if ROW_SETTINGS.contains(&name) { None } else { values(name) }).map(Self)
     }
 }
 
@@ -131,9 +131,9 @@ mod tests {
     #[test]
     fn a_conversation_has_the_settings_of_tools_but_those_of_many_rows() {
         let names = |fields: Vec<Field>| fields.into_iter().map(|field| field.name).collect::<Vec<_>>();
-        let (own, all) = (names(ChatConfig::fields()), names(EnvironmentConfig::fields()));
-        let missing: Vec<&str> = all.into_iter().filter(|name| !own.contains(name)).collect();
-        assert_eq!(missing, OF_ROWS);
+        let (chat_names, all) = (names(ChatConfig::fields()), names(EnvironmentConfig::fields()));
+        let missing: Vec<&str> = all.into_iter().filter(|name| !chat_names.contains(name)).collect();
+        assert_eq!(missing, ROW_SETTINGS);
         let config = ChatConfig::new("m");
         config.check().unwrap();
         assert!(!config.environment.0.is_used() && config.environment_row.is_none());

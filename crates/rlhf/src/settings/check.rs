@@ -1,4 +1,4 @@
-//! Checks of settings together with others, and of the sizes of all numbers.
+//! Checks of settings against each other, and of the sizes of all numbers.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -32,9 +32,9 @@ pub(super) fn check_sizes<C: Serialize + Settings>(config: &C) -> Result<()> {
     let most: HashMap<&str, u64> = C::fields().iter().map(|field| (field.name, field.most)).collect();
     let mut refusals = Refusals::default();
     for (name, value) in &settings {
-        if let Some(found) = value.as_u64() {
+        if let Some(number) = value.as_u64() {
             let most = most.get(name.as_str()).copied().unwrap_or(MOST);
-            refusals.add(expect(found <= most, name, found, &format!("at most {most}")))?;
+            refusals.add(expect(number <= most, name, number, &format!("at most {most}")))?;
         }
     }
     refusals.end()
@@ -77,11 +77,11 @@ impl PpoConfig {
 
     /// Checks every setting as [`PpoConfig::check`] does, and returns the rewards, which later parts of the run take from here.
     pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
-        // The checks below multiply some of them.
+        // First, because the checks below multiply some of these numbers.
         check_sizes(self)?;
         let sizes = self.sizes();
         let known = sizes.as_ref().ok();
-        let (rewards, of_rewards) = specs_or_error(self);
+        let (rewards, rewards_check) = specs_or_error(self);
         all([
             at_least_one(name_of!(self.response_length), self.response_length),
             at_least_one(name_of!(self.num_ppo_epochs), self.num_ppo_epochs),
@@ -121,7 +121,7 @@ impl PpoConfig {
             self.rewards.check(),
             self.environment.check(),
             self.check_environment(),
-            of_rewards.and_then(|()| self.rewards.check_outside(&rewards)),
+            rewards_check.and_then(|()| self.rewards.check_outside(&rewards)),
             self.data.check(self.eval_dataset_name.as_deref()),
             self.prompt_length.check(),
             self.check_adapters(),
@@ -144,7 +144,7 @@ impl PpoConfig {
         Ok(rewards)
     }
 
-    /// Refuses settings that an environment does not go with.
+    /// Refuses settings that do not go with an environment.
     fn check_environment(&self) -> Result<()> {
         if !self.environment.is_used() {
             return Ok(());
@@ -185,8 +185,8 @@ impl PpoConfig {
 
     /// Refuses to offload frozen models alone where there are none.
     fn check_offload(&self, rewards: &[Spec]) -> Result<()> {
-        let own_reference = self.has_reference() && !self.peft.use_peft;
-        if own_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
+        let separate_reference = self.has_reference() && !self.peft.use_peft;
+        if separate_reference || rewards.iter().any(|spec| spec.model_path().is_some()) {
             Ok(())
         } else {
             self.run.offload.check_models("without a reference model of its own weights and without a reward model")
@@ -195,9 +195,9 @@ impl PpoConfig {
 
     /// Checks the evaluations, and the metric of the best model.
     fn check_best_metric(&self) -> Result<()> {
-        let of_reference = ["objective/kl", "objective/non_score_reward", "objective/rlhf_reward"];
+        let reference_metrics = ["objective/kl", "objective/non_score_reward", "objective/rlhf_reward"];
         let metric = self.eval.metric_for_best_model.as_deref();
-        if let Some(metric) = metric.filter(|metric| of_reference.contains(metric) && !self.has_reference()) {
+        if let Some(metric) = metric.filter(|metric| reference_metrics.contains(metric) && !self.has_reference()) {
             return refuse(
                 name_of!(self.eval.metric_for_best_model),
                 format!(" = {metric} needs a reference model, and with kl_coef = 0 there is none"),
@@ -208,7 +208,7 @@ impl PpoConfig {
         self.eval.check(self.run.checkpoints.save_steps, if self.has_reference() { &with_kl } else { &known })
     }
 
-    /// Refuses settings of the clip that have no effect with the objective, and a bound of the ratio that would not be TRL's.
+    /// Refuses settings of the clip that have no effect with the objective, and a `dual_clip` below the clip's upper bound.
     fn check_clip(&self) -> Result<()> {
         let usual: Self = defaults();
         let [low, high, dual] =
@@ -216,20 +216,21 @@ impl PpoConfig {
         let range = self.cliprange;
         let mut refusals = Refusals::default();
         match (self.loss.loss_type, self.loss.cliprange_high) {
-            (LossType::Sapo | LossType::Vespo, found) => {
+            (LossType::Sapo | LossType::Vespo, high_value) => {
                 let why = "with loss_type = sapo or vespo, which do not clip the ratio";
                 if range != usual.cliprange {
                     refusals.add(no_effect(low, range, why))?;
                 }
-                refusals.add(found.map_or(Ok(()), |found| no_effect(high, found, why)))?;
+                refusals.add(high_value.map_or(Ok(()), |high_value| no_effect(high, high_value, why)))?;
             }
-            (LossType::Cispo, Some(found)) if range != usual.cliprange => {
-                let why = format!("with loss_type = cispo and {high} = {found}, the largest weight");
+            (LossType::Cispo, Some(high_value)) if range != usual.cliprange => {
+                let why = format!("with loss_type = cispo and {high} = {high_value}, the largest weight");
                 refusals.add(no_effect(low, range, &why))?;
             }
             (LossType::Cispo, _) => {}
-            (_, found) => {
-                let (name, above) = (if found.is_some() { high } else { low }, found.unwrap_or(range));
+            (_, high_value) => {
+                let name = if high_value.is_some() { high } else { low };
+                let above = high_value.unwrap_or(range);
                 // A bound of 1 or less is refused by itself.
                 if let Some(bound) = self.loss.dual_clip.filter(|bound| *bound > 1.0 && *bound <= 1.0 + above) {
                     let expected = format!(
@@ -245,13 +246,13 @@ impl PpoConfig {
 
     /// Refuses limits of the policy's loss that cannot have an effect with these sizes.
     fn check_limits(&self, sizes: Option<&Sizes>) -> Result<()> {
-        // The preset sets a limit in any case; sizes that do not go together are refused by another check.
+        // These presets set a limit in any case. Sizes that do not go together are refused by another check.
         let one_step = sizes.is_some_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
             && !matches!(self.preset, Preset::TrlLegacy | Preset::Grpo | Preset::Rloo);
-        let limit = |name, found: Option<f64>| {
+        let limit = |name, value: Option<f64>| {
             let why = "with one optimizer step per update (num_ppo_epochs = 1 and one mini-batch): in the first step every \
                        ratio is 1";
-            found.filter(|_| one_step).map_or(Ok(()), |found| no_effect(name, found, why))
+            value.filter(|_| one_step).map_or(Ok(()), |value| no_effect(name, value, why))
         };
         let last = self.num_ppo_epochs == 1;
         all([
@@ -273,23 +274,23 @@ impl PpoConfig {
         ])
     }
 
-    /// Refuses what changes the whole score of a response where each reward is compared by itself.
+    /// Refuses settings that change the whole score of a response, if each reward is compared by itself.
     fn check_one_by_one(&self) -> Result<()> {
         if self.advantage.multi_objective_aggregation != Aggregation::NormalizeThenSum {
             return Ok(());
         }
         let why =
             "with multi_objective_aggregation = normalize_then_sum, which compares each reward as it was returned";
-        let listed = |name, found: &[String]| (!found.is_empty()).then(|| (name, found.join(",")));
-        let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
-        let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
+        let listed = |name, value: &[String]| (!value.is_empty()).then(|| (name, value.join(",")));
+        let number = |name, value: Option<f64>| value.map(|value| (name, value.to_string()));
+        let flag = |name, value: bool| value.then(|| (name, "true".to_string()));
         let range = &self.reward_clip_range;
         let coefs = [
             (name_of!(self.kl.kl_coef), self.kl.kl_coef),
             (name_of!(self.kl.kl_coef_end), self.kl.kl_coef_end.unwrap_or(0.0)),
         ];
         let in_rewards = coefs.into_iter().find(|(_, coef)| !self.kl.kl_in_loss && *coef != 0.0);
-        let found = [
+        let settings = [
             (!range.is_empty()).then(|| {
                 let range: Vec<String> = range.iter().map(f64::to_string).collect();
                 (name_of!(self.reward_clip_range), range.join(","))
@@ -297,7 +298,9 @@ impl PpoConfig {
             number(name_of!(self.clip_reward_value), self.clip_reward_value),
             number(name_of!(self.missing_eos_penalty), self.missing_eos_penalty),
             flag(name_of!(self.non_eos_penalty), self.non_eos_penalty),
-            self.groups.overlong_buffer_len.map(|found| (name_of!(self.groups.overlong_buffer_len), found.to_string())),
+            self.groups
+                .overlong_buffer_len
+                .map(|length| (name_of!(self.groups.overlong_buffer_len), length.to_string())),
             flag(name_of!(self.score_scaling.use_score_scaling), self.score_scaling.use_score_scaling),
             number(name_of!(self.score_scaling.score_clip), self.score_scaling.score_clip),
             listed(name_of!(self.rewards.reward_normalize), &self.rewards.reward_normalize),
@@ -305,8 +308,8 @@ impl PpoConfig {
             listed(name_of!(self.rewards.reward_clip), &self.rewards.reward_clip),
         ];
         let mut refusals = Refusals::default();
-        for (name, found) in found.into_iter().flatten() {
-            refusals.add(no_effect(name, found, why))?;
+        for (name, value) in settings.into_iter().flatten() {
+            refusals.add(no_effect(name, value, why))?;
         }
         if let Some((name, coef)) = in_rewards {
             refusals.add(no_effect(name, coef, &format!("{why}; kl_in_loss = true puts the KL into the loss")))?;
@@ -316,9 +319,10 @@ impl PpoConfig {
 
     /// Checks groups of responses together with other settings.
     fn check_groups(&self) -> Result<()> {
-        let (rows, least) = (self.advantage.num_generations, self.mask.min_response_length);
+        let rows = self.advantage.num_generations;
+        let least = self.mask.min_response_length;
         let range = &self.reward_clip_range;
-        let found = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
+        let range_text = range.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
         all([
             if rows > 1 && least > 0 {
                 refuse(
@@ -336,12 +340,12 @@ impl PpoConfig {
                 ([_, _], Some(most)) => exclude(
                     name_of!(self.reward_clip_range),
                     name_of!(self.clip_reward_value),
-                    format!(" = {found} and clip_reward_value = {most} exclude each other: set one of them"),
+                    format!(" = {range_text} and clip_reward_value = {most} exclude each other: set one of them"),
                 ),
                 ([low, high], None) if low < high => Ok(()),
                 _ => refuse(
                     name_of!(self.reward_clip_range),
-                    format!(" = {found}: expected two numbers LOW,HIGH, the first below the second"),
+                    format!(" = {range_text}: expected two numbers LOW,HIGH, the first below the second"),
                 ),
             },
             if self.mask.mask_truncated_completions && !self.can_stop() {
@@ -372,8 +376,8 @@ impl PpoConfig {
         let path =
             self.value_model_path.iter().map(|path| (name_of!(self.value_model_path), path.display().to_string()));
         let stage = self.dist.critic_zero_stage.map(|stage| (name_of!(self.dist.critic_zero_stage), stage.to_string()));
-        let number = |name, found: f64, usual: f64| (found != usual).then(|| (name, found.to_string()));
-        let flag = |name, found: bool| found.then(|| (name, "true".to_string()));
+        let number = |name, value: f64, usual: f64| (value != usual).then(|| (name, value.to_string()));
+        let flag = |name, value: bool| value.then(|| (name, "true".to_string()));
         let others = [
             number(name_of!(self.vf_coef), self.vf_coef, usual.vf_coef),
             number(name_of!(self.cliprange_value), self.cliprange_value, usual.cliprange_value),
@@ -382,10 +386,10 @@ impl PpoConfig {
             flag(name_of!(self.legacy.value_head), self.legacy.value_head),
             flag(name_of!(self.whiten_rewards), self.whiten_rewards),
             (!self.mask.last_value_in_loss).then(|| (name_of!(self.mask.last_value_in_loss), "false".to_string())),
-            self.value_peft.value_use_peft.map(|found| (name_of!(self.value_peft.value_use_peft), found.to_string())),
+            self.value_peft.value_use_peft.map(|value| (name_of!(self.value_peft.value_use_peft), value.to_string())),
         ];
-        for (name, found) in path.chain(stage).chain(self.value.given()).chain(others.into_iter().flatten()) {
-            refusals.add(no_effect(name, found, &why))?;
+        for (name, value) in path.chain(stage).chain(self.value.set_fields()).chain(others.into_iter().flatten()) {
+            refusals.add(no_effect(name, value, &why))?;
         }
         let is_remax = self.advantage.advantage_estimator == AdvantageEstimator::Remax;
         if (!by_returns || is_remax) && self.whiten_advantages == WhitenAdvantages::MiniBatch {
@@ -401,7 +405,7 @@ impl PpoConfig {
         refusals.end()
     }
 
-    /// Refuses settings of the KL where there is none; those of the preset may stand.
+    /// Refuses settings of the KL in a run without one, except those that the preset sets.
     fn check_without_reference(&self) -> Result<()> {
         if self.has_reference() {
             return Ok(());
@@ -509,7 +513,7 @@ impl PpoConfig {
         Ok(())
     }
 
-    /// Checks the optimizer, and the dtype of saved weights, with what both models train.
+    /// Checks the optimizer, and the dtype of saved weights, against the parameters that both models train.
     fn check_optimizer(&self) -> Result<()> {
         let no_critic_in_full = !self.needs_critic() || self.legacy.value_head || self.value_lora().is_some();
         let stages = [self.policy_stage(), self.value_stage()];
@@ -524,18 +528,18 @@ impl PpoConfig {
     fn check_adapters(&self) -> Result<()> {
         let local = &self.value_peft;
         if self.value_lora().is_none() {
-            let given = [
+            let adapter_settings = [
                 (name_of!(local.value_lora_target_modules), !local.value_lora_target_modules.is_empty()),
                 (name_of!(local.value_lora_modules_to_save), !local.value_lora_modules_to_save.is_empty()),
                 (name_of!(local.value_lora_r), local.value_lora_r.is_some()),
             ];
-            if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
+            if let Some((name, _)) = adapter_settings.iter().find(|(_, is_set)| *is_set) {
                 return refuse(name, " is given, and the value model gets no adapter: set value_use_peft = true");
             }
             return self.peft.check();
         }
         local.value_lora_r.map_or(Ok(()), |r| at_least_one(name_of!(local.value_lora_r), r))?;
-        // The value model's adapter has the shape of the policy's where it has no own setting.
+        // Where the value model has no setting of its own, its adapter has the policy's shape.
         PeftConfig { use_peft: true, ..self.peft.clone() }.check()
     }
 }
@@ -543,19 +547,19 @@ impl PpoConfig {
 impl LegacyConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
         let legacy = config.preset == Preset::TrlLegacy;
-        let of_preset = |name, found: Option<usize>| {
+        let needs_legacy = |name, value: Option<usize>| {
             let why = "without preset = trl-legacy: per_device_train_batch_size, gradient_accumulation_steps and \
                        num_mini_batches are the sizes there";
-            found.filter(|_| !legacy).map_or(Ok(()), |found| no_effect(name, found, why))
+            value.filter(|_| !legacy).map_or(Ok(()), |value| no_effect(name, value, why))
         };
         // TRL's own default may be set explicitly.
         let unwatched = |kl: &f64| legacy && !self.early_stopping && *kl != TARGET_KL;
-        let refuse =
-            |when: bool, name, found: &dyn Display, why| if when { no_effect(name, found, why) } else { Ok(()) };
+        let no_effect_if =
+            |when: bool, name, value: &dyn Display, why| if when { no_effect(name, value, why) } else { Ok(()) };
         all([
-            of_preset(name_of!(self.batch_size), self.batch_size),
-            of_preset(name_of!(self.mini_batch_size), self.mini_batch_size),
-            refuse(
+            needs_legacy(name_of!(self.batch_size), self.batch_size),
+            needs_legacy(name_of!(self.mini_batch_size), self.mini_batch_size),
+            no_effect_if(
                 self.raw_logprobs && config.temperature == 1.0 && !legacy,
                 name_of!(self.raw_logprobs),
                 &true,
@@ -568,7 +572,7 @@ impl LegacyConfig {
                     "with preset = trl-legacy and without early_stopping = true",
                 )
             }),
-            refuse(
+            no_effect_if(
                 self.early_stopping && config.num_ppo_epochs == 1,
                 name_of!(self.early_stopping),
                 &true,
@@ -618,9 +622,9 @@ impl LegacyConfig {
             config.value_model_path.iter().map(|path| (name_of!(config.value_model_path), path.display().to_string()));
         let stage =
             config.dist.critic_zero_stage.map(|stage| (name_of!(config.dist.critic_zero_stage), stage.to_string()));
-        for (name, found) in path.chain(stage).chain(config.value.given()) {
+        for (name, value) in path.chain(stage).chain(config.value.set_fields()) {
             refusals.add(refuse(name, format!(
-                " = {found} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
+                " = {value} with value_head = true: the head shares the policy's trunk and is trained with it; there is no \
                  value model"
             )))?;
         }
@@ -631,16 +635,16 @@ impl LegacyConfig {
 impl ValueConfig {
     fn check(&self, config: &PpoConfig) -> Result<()> {
         let mut refusals = Refusals::default();
-        for (name, found) in [
+        for (name, value) in [
             (name_of!(self.value_learning_rate), self.value_learning_rate),
             (name_of!(self.value_weight_decay), self.value_weight_decay),
             (name_of!(self.value_max_grad_norm), self.value_max_grad_norm),
         ] {
-            refusals.add(found.map_or(Ok(()), |found| zero_or_more(name, found)))?;
+            refusals.add(value.map_or(Ok(()), |value| zero_or_more(name, value)))?;
         }
         if config.vf_coef == 0.0 {
-            for (name, found) in self.given() {
-                refusals.add(no_effect(name, found, "with vf_coef = 0: the value model is not trained"))?;
+            for (name, value) in self.set_fields() {
+                refusals.add(no_effect(name, value, "with vf_coef = 0: the value model is not trained"))?;
             }
         }
         let (peak, optimizer) = config.value_optimizer();
@@ -724,7 +728,7 @@ mod tests {
             (|c| c.whiten_advantages = WhitenAdvantages::MiniBatch, "whiten_advantages = mini_batch is the same as"),
         ];
         for (change, message) in changes {
-            // 16 responses per update by default, in one step; steps of 4 rows are four.
+            // 16 responses per update by default, in one step; with 4 rows per step there are four steps.
             let mut config = PpoConfig::with_preset(Preset::DeepspeedChat, "actor", "critic", "d", "o");
             change(&mut config);
             assert!(usage_of(config.check()).starts_with(message), "{message}");

@@ -175,9 +175,9 @@ pub struct TeacherQuantizationConfig {
 
 impl TeacherQuantizationConfig {
     /// Returns the settings of the teacher, in a run with `shared` ones.
-    fn of_teacher(&self, shared: &QuantizationConfig) -> QuantizationConfig {
-        let is_own = self.is_set();
-        let bits = |own: Option<bool>, shared| own.unwrap_or(!is_own && shared);
+    fn for_teacher(&self, shared: &QuantizationConfig) -> QuantizationConfig {
+        let is_set = self.is_set();
+        let bits = |setting: Option<bool>, shared| setting.unwrap_or(!is_set && shared);
         let load_in_4bit = bits(self.teacher_load_in_4bit, shared.load_in_4bit);
         QuantizationConfig {
             load_in_4bit,
@@ -193,21 +193,22 @@ impl TeacherQuantizationConfig {
     }
 
     fn check(&self, shared: &QuantizationConfig, use_peft: bool) -> Result<()> {
-        let (of_teacher, mut refusals) = (self.of_teacher(shared), Refusals::default());
-        if self.is_set() && of_teacher.load_in_4bit && of_teacher.load_in_8bit {
+        let teacher = self.for_teacher(shared);
+        let mut refusals = Refusals::default();
+        if self.is_set() && teacher.load_in_4bit && teacher.load_in_8bit {
             refusals.add(exclude(
                 name_of!(self.teacher_load_in_4bit),
                 name_of!(self.teacher_load_in_8bit),
                 " = true and teacher_load_in_8bit = true exclude each other: set one of them",
             ))?;
         }
-        if !of_teacher.load_in_4bit {
+        if !teacher.load_in_4bit {
             let why = "without teacher_load_in_4bit";
-            if let Some(found) = self.teacher_bnb_4bit_quant_type {
-                refusals.add(no_effect(name_of!(self.teacher_bnb_4bit_quant_type), found.name(), why))?;
+            if let Some(quant_type) = self.teacher_bnb_4bit_quant_type {
+                refusals.add(no_effect(name_of!(self.teacher_bnb_4bit_quant_type), quant_type.name(), why))?;
             }
-            if let Some(found) = self.teacher_use_bnb_nested_quant {
-                refusals.add(no_effect(name_of!(self.teacher_use_bnb_nested_quant), found, why))?;
+            if let Some(nested) = self.teacher_use_bnb_nested_quant {
+                refusals.add(no_effect(name_of!(self.teacher_use_bnb_nested_quant), nested, why))?;
             }
         }
         if let Some(name) = shared.named().filter(|_| self.is_set() && !use_peft) {
@@ -215,17 +216,18 @@ impl TeacherQuantizationConfig {
                 "without use_peft, as the teacher has settings of its own: a student in 4 or 8 bits trains adapters";
             refusals.add(no_effect(name, true, why))?;
         }
-        let (mut of_others, usual) = (shared.clone(), QuantizationConfig::default());
-        if of_teacher.load_in_4bit && !shared.load_in_4bit {
-            // The teacher takes each setting that it has no value of its own for from the shared ones, so these have an effect.
+        let mut shared = shared.clone();
+        let usual = QuantizationConfig::default();
+        if teacher.load_in_4bit && !shared.load_in_4bit {
+            // Where the teacher has no setting of its own, it takes the shared one, which then has an effect.
             if self.teacher_bnb_4bit_quant_type.is_none() {
-                of_others.bnb_4bit_quant_type = usual.bnb_4bit_quant_type;
+                shared.bnb_4bit_quant_type = usual.bnb_4bit_quant_type;
             }
             if self.teacher_use_bnb_nested_quant.is_none() {
-                of_others.use_bnb_nested_quant = usual.use_bnb_nested_quant;
+                shared.use_bnb_nested_quant = usual.use_bnb_nested_quant;
             }
         }
-        refusals.add(of_others.check())?;
+        refusals.add(shared.check())?;
         refusals.end()
     }
 }
@@ -262,7 +264,8 @@ pub enum DistillLoss {
 
 impl DistillLossConfig {
     fn check(&self) -> Result<()> {
-        let (usual, mut refusals): (Self, _) = (defaults(), Refusals::default());
+        let usual: Self = defaults();
+        let mut refusals = Refusals::default();
         refusals.add(zero_to_one("beta", self.beta))?;
         if self.loss_type == DistillLoss::ReverseKlAdvantage {
             let why = "with loss_type = reverse_kl_advantage, which compares the sampled token alone";
@@ -400,14 +403,14 @@ impl DistillConfig {
             refusals.add(no_effect("max_prompt_length", most, &format!("{why}; max_length limits rows")))?;
         }
         if self.prompt_length.long_prompts != LongPrompts::Error {
-            let found = self.prompt_length.long_prompts.name();
-            refusals.add(no_effect("long_prompts", found, &format!("{why}; max_length limits rows")))?;
+            let value = self.prompt_length.long_prompts.name();
+            refusals.add(no_effect("long_prompts", value, &format!("{why}; max_length limits rows")))?;
         }
         if self.log_completions {
             refusals.add(no_effect("log_completions", true, why))?;
         }
-        for (name, found) in self.changed_sampling() {
-            refusals.add(no_effect(name, found, why))?;
+        for (name, value) in self.changed_sampling() {
+            refusals.add(no_effect(name, value, why))?;
         }
         if !sampling.stop_strings.is_empty() {
             refusals.add(no_effect("stop_strings", format!("{:?}", sampling.stop_strings.join(", ")), why))?;
@@ -415,23 +418,24 @@ impl DistillConfig {
         Ok(())
     }
 
-    /// Returns the settings by which responses are not sampled from the whole distribution at the temperature, with their values.
+    /// Returns the settings, with their values, that make the sampled distribution differ from the whole one at the temperature.
     pub(crate) fn changed_sampling(&self) -> Vec<(&'static str, String)> {
-        let (usual, found): (SamplingConfig, _) = (defaults(), &self.sampling);
+        let usual: SamplingConfig = defaults();
+        let sampling = &self.sampling;
         let all = [
-            ("top_k", found.top_k as f64, usual.top_k as f64),
-            ("top_p", found.top_p, usual.top_p),
-            ("min_p", found.min_p, usual.min_p),
-            ("repetition_penalty", found.repetition_penalty, usual.repetition_penalty),
-            ("min_new_tokens", found.min_new_tokens as f64, usual.min_new_tokens as f64),
+            ("top_k", sampling.top_k as f64, usual.top_k as f64),
+            ("top_p", sampling.top_p, usual.top_p),
+            ("min_p", sampling.min_p, usual.min_p),
+            ("repetition_penalty", sampling.repetition_penalty, usual.repetition_penalty),
+            ("min_new_tokens", sampling.min_new_tokens as f64, usual.min_new_tokens as f64),
         ];
         all.into_iter()
-            .filter(|(_, found, usual)| found != usual)
-            .map(|(name, found, _)| (name, found.to_string()))
+            .filter(|(_, value, usual)| value != usual)
+            .map(|(name, value, _)| (name, value.to_string()))
             .collect()
     }
 
-    /// Whether a response of a row is learned in some steps.
+    /// Whether the student learns the dataset's responses in some steps.
     pub(crate) fn reads_responses(&self) -> bool {
         self.lmbda < 1.0 && !self.seq_kd
     }
@@ -453,15 +457,15 @@ impl DistillConfig {
         self.loss_temperature.unwrap_or(self.temperature)
     }
 
-    /// Whether logits of student and teacher, whose vocabularies have these sizes, are compared slice by slice. Log-probabilities of sampled
-    /// tokens alone are each model's own, where both are over the same ids.
+    /// Whether logits of student and teacher, whose vocabularies have these sizes, are compared slice by slice. A loss of sampled tokens
+    /// needs no slices if both vocabularies have the same size: each model computes its own log-probabilities.
     pub(crate) fn compares_slices(&self, [student, teacher]: [i64; 2]) -> bool {
         self.loss.loss_type == DistillLoss::Jsd || student != teacher
     }
 
     /// Returns the format of the teacher's weights; `None` if they stay as they are.
     pub(crate) fn teacher_format(&self) -> Option<Quantization> {
-        self.teacher_quantization.of_teacher(&self.run.quantization).quantization()
+        self.teacher_quantization.for_teacher(&self.run.quantization).quantization()
     }
 
     /// Returns the dtype of the teacher's weights.

@@ -209,7 +209,7 @@ pub enum DpoLoss {
 }
 
 impl DpoLoss {
-    /// Whether an f-divergence acts in it, or may stand beside it.
+    /// Whether the loss uses an f-divergence, or may be combined with one.
     fn allows_divergence(self) -> bool {
         matches!(
             self,
@@ -224,17 +224,17 @@ impl DpoLoss {
         )
     }
 
-    /// Whether `label_smoothing` acts in it.
+    /// Whether the loss uses `label_smoothing`.
     fn is_smoothed(self) -> bool {
         matches!(self, Self::ExoPair | Self::Robust | Self::Aot | Self::AotUnpaired)
     }
 
-    /// Whether its value for a pair depends on the other pairs of the micro-batch: it sorts them, or is one mean over their tokens.
+    /// Whether the loss of a pair depends on the other pairs of the micro-batch: it sorts them, or is one mean over their tokens.
     fn compares_pairs(self) -> bool {
         self.sorts() || self == Self::Sft
     }
 
-    /// Whether it sorts the pairs of a micro-batch.
+    /// Whether the loss sorts the pairs of a micro-batch.
     pub(crate) fn sorts(self) -> bool {
         matches!(self, Self::Aot | Self::AotUnpaired)
     }
@@ -268,7 +268,8 @@ pub enum TruncationMode {
 
 impl DpoLossConfig {
     fn check(&self) -> Result<()> {
-        let (usual, mut refusals): (Self, _) = (defaults(), Refusals::default());
+        let usual: Self = defaults();
+        let mut refusals = Refusals::default();
         let (types, weights) = (self.loss_type.len(), self.loss_weights.len());
         refusals.add(expect(types > 0, name_of!(self.loss_type), "[]", "at least one loss"))?;
         if weights > 0 && weights != types {
@@ -293,7 +294,8 @@ impl DpoLossConfig {
     }
 
     fn check_smoothing(&self) -> Result<()> {
-        let (smoothing, has) = (self.label_smoothing, |loss| self.loss_type.contains(&loss));
+        let smoothing = self.label_smoothing;
+        let has = |loss| self.loss_type.contains(&loss);
         zero_to_one(name_of!(self.label_smoothing), smoothing)?;
         if has(DpoLoss::ExoPair) {
             let above = "a number above 0 and below 1 for loss_type = exo_pair; its paper has 0.001";
@@ -350,7 +352,7 @@ impl DpoLossConfig {
         }
     }
 
-    /// Returns warnings about settings that act in none of the losses.
+    /// Returns warnings about settings that none of the losses uses.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let ignored = self.label_smoothing != 0.0 && !self.loss_type.iter().any(|loss| loss.is_smoothed());
         ignored
@@ -430,12 +432,12 @@ impl DpoConfig {
         ])
     }
 
-    /// Returns the share of the inputs of adapters that is dropped.
+    /// Returns the dropout rate of the adapters' inputs.
     pub(crate) fn adapter_dropout(&self) -> f64 {
         if self.disable_dropout || !self.peft.use_peft { 0.0 } else { self.peft.lora_dropout }
     }
 
-    /// Returns whether the reference model has weights of its own, which take memory during training.
+    /// Returns whether the reference model has separate weights, which take memory during training.
     pub(crate) fn keeps_reference(&self) -> bool {
         !self.precompute_ref_log_probs && (self.ref_model_name_or_path.is_some() || !self.peft.use_peft)
     }

@@ -195,7 +195,7 @@ impl EvaluateConfig {
     /// Checks every setting as [`EvaluateConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
     pub(crate) fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
-        let (rewards, of_rewards) = specs_or_error(self);
+        let (rewards, rewards_check) = specs_or_error(self);
         let sides = match (&self.compare, &self.compare_column) {
             (Some(model), Some(column)) => exclude(
                 name_of!(self.compare),
@@ -231,7 +231,7 @@ impl EvaluateConfig {
             sides,
             revision,
             normalize,
-            of_rewards.and_then(|()| self.check_judge(&rewards)),
+            rewards_check.and_then(|()| self.check_judge(&rewards)),
             self.judge.check(),
             self.rewards.check(),
             enough,
@@ -291,17 +291,18 @@ impl EvaluateConfig {
 impl JudgeConfig {
     fn check(&self) -> Result<()> {
         let usual: Self = defaults();
-        let of_url = |name: &str, found: Option<String>| match (found, &self.judge_url) {
-            (Some(found), None) => no_effect(name, found, "without judge_url"),
+        let needs_url = |name: &str, value: Option<String>| match (value, &self.judge_url) {
+            (Some(value), None) => no_effect(name, value, "without judge_url"),
             _ => Ok(()),
         };
-        let differs = |differs: bool, found: String| differs.then_some(found);
+        let differs = |differs: bool, value: String| differs.then_some(value);
         let pairs = self.judge_url.is_some() || self.judge_command.is_some();
-        let of_pairs = |name: &str, differs: bool, found: String| {
-            if differs && !pairs { no_effect(name, found, "without judge_command or judge_url") } else { Ok(()) }
+        let needs_pairs = |name: &str, differs: bool, value: String| {
+            if differs && !pairs { no_effect(name, value, "without judge_command or judge_url") } else { Ok(()) }
         };
         let shown = |value: Option<String>| value.unwrap_or_else(|| NONE.into());
-        let (temperature, tokens) = (self.judge_temperature, self.judge_max_tokens);
+        let temperature = self.judge_temperature;
+        let tokens = self.judge_max_tokens;
         let seconds = self.judge_timeout;
         all([
             match (&self.judge_url, &self.judge_model) {
@@ -310,35 +311,38 @@ impl JudgeConfig {
                 }
                 _ => Ok(()),
             },
-            of_url(name_of!(self.judge_model), self.judge_model.clone()),
-            of_url(name_of!(self.judge_template), self.judge_template.as_ref().map(|path| path.display().to_string())),
-            of_url(
+            needs_url(name_of!(self.judge_model), self.judge_model.clone()),
+            needs_url(
+                name_of!(self.judge_template),
+                self.judge_template.as_ref().map(|path| path.display().to_string()),
+            ),
+            needs_url(
                 name_of!(self.judge_temperature),
                 differs(temperature != usual.judge_temperature, shown(temperature.map(|x| x.to_string()))),
             ),
-            of_url(
+            needs_url(
                 name_of!(self.judge_max_tokens),
                 differs(tokens != usual.judge_max_tokens, shown(tokens.map(|x| x.to_string()))),
             ),
-            of_url(
+            needs_url(
                 name_of!(self.judge_concurrency),
                 differs(self.judge_concurrency != usual.judge_concurrency, self.judge_concurrency.to_string()),
             ),
-            of_pairs(name_of!(self.judge_timeout), seconds != usual.judge_timeout, seconds.to_string()),
-            of_pairs(
+            needs_pairs(name_of!(self.judge_timeout), seconds != usual.judge_timeout, seconds.to_string()),
+            needs_pairs(
                 name_of!(self.judge_retries),
                 self.judge_retries != usual.judge_retries,
                 self.judge_retries.to_string(),
             ),
-            temperature.map_or(Ok(()), |found| {
+            temperature.map_or(Ok(()), |value| {
                 expect(
-                    found >= 0.0 && found.is_finite(),
+                    value >= 0.0 && value.is_finite(),
                     name_of!(self.judge_temperature),
-                    found,
+                    value,
                     "a number of 0 or more",
                 )
             }),
-            tokens.map_or(Ok(()), |found| at_least_one(name_of!(self.judge_max_tokens), found)),
+            tokens.map_or(Ok(()), |value| at_least_one(name_of!(self.judge_max_tokens), value)),
             at_least_one(name_of!(self.judge_concurrency), self.judge_concurrency),
             expect(
                 seconds > 0.0 && seconds <= LONGEST_TIMEOUT,
@@ -352,8 +356,12 @@ impl JudgeConfig {
 
 impl<'a> From<&'a EvaluateConfig> for RewardSources<'a> {
     fn from(config: &'a EvaluateConfig) -> Self {
-        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
-        Self { model, revision: None, label, settings: &config.rewards }
+        Self {
+            model: config.reward_model_path.as_deref(),
+            revision: None,
+            label: config.reward_label.as_deref(),
+            settings: &config.rewards,
+        }
     }
 }
 

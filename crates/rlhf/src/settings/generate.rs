@@ -24,10 +24,10 @@ use rlhf_lm::tokenizer::Tokenizer;
 const NEW_TOKENS: usize = 53;
 
 /// Fields of `generation_config.json` that have an effect if tokens are sampled.
-const OF_SAMPLING: [&str; 4] = ["temperature", "top_k", "top_p", "min_p"];
+const SAMPLING_FIELDS: [&str; 4] = ["temperature", "top_k", "top_p", "min_p"];
 
-/// Fields of `generation_config.json` by which transformers changes responses, and which have no effect here; with the number that means
-/// no change, where there is one.
+/// Fields of `generation_config.json` that change responses in transformers and have no effect here, each with the number that means no
+/// change, if there is one.
 const WITHOUT_EFFECT: [(&str, Option<f64>); 27] = [
     ("num_beams", Some(1.0)),
     ("num_beam_groups", Some(1.0)),
@@ -58,8 +58,8 @@ const WITHOUT_EFFECT: [(&str, Option<f64>); 27] = [
     ("max_time", None),
 ];
 
-/// The fields among them that change draws, and not the likeliest token.
-const OF_DRAWS: [&str; 4] = ["top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"];
+/// The fields of [`WITHOUT_EFFECT`] that change sampling, and not greedy decoding.
+const DRAW_FIELDS: [&str; 4] = ["top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"];
 
 /// Settings of `rlhf generate`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
@@ -124,31 +124,32 @@ impl GenerateConfig {
         self.responses.do_sample == Some(false) || self.responses.sampler.temperature == Some(0.0)
     }
 
-    /// Returns whether `of_model`, the model's `generation_config.json`, has settings of sampling and does not say that it samples, as Vicuna's:
-    /// transformers then takes the likeliest token. Settings of this configuration are for sampling.
-    fn is_greedy_by_omission(&self, of_model: &serde_json::Map<String, Value>) -> bool {
+    /// Returns whether decoding is greedy because `model_settings`, the model's `generation_config.json`, has sampling settings and no
+    /// `do_sample`, as Vicuna's: transformers then takes the likeliest token. If this configuration sets a sampling setting, tokens are
+    /// sampled.
+    fn is_greedy_by_omission(&self, model_settings: &serde_json::Map<String, Value>) -> bool {
         let SamplerConfig { temperature, top_k, top_p, min_p, .. } = &self.responses.sampler;
         let is_set = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
-        let of_file = |name: &&str| of_model.get(*name).is_some_and(|value| !value.is_null());
-        let is_said = self.responses.do_sample.is_some() || of_file(&"do_sample");
-        !is_said && !is_set && self.responses.num_return_sequences == 1 && OF_SAMPLING.iter().any(of_file)
+        let is_in_file = |name: &&str| model_settings.get(*name).is_some_and(|value| !value.is_null());
+        let is_decided = self.responses.do_sample.is_some() || is_in_file(&"do_sample");
+        !is_decided && !is_set && self.responses.num_return_sequences == 1 && SAMPLING_FIELDS.iter().any(is_in_file)
     }
 
-    /// Resolves the generation: a setting that is not set is that of `of_model`, the `generation_config.json` of the model in
-    /// `dir`, whose context is of `context` tokens, or else rlhf's default. The caller adds what ends a response.
+    /// Resolves the generation. A setting that is not set is taken from `model_settings`, the `generation_config.json` of the model in
+    /// `dir`, which has a context of `context` tokens, or else is rlhf's default. The caller adds the tokens and texts that end a response.
     ///
     /// # Errors
     /// If one of the settings is invalid.
     pub fn generation(
         &self,
-        of_model: &serde_json::Map<String, Value>,
+        model_settings: &serde_json::Map<String, Value>,
         context: usize,
         dir: &Path,
     ) -> Result<GenerationConfig> {
-        let file = ModelDefaults { settings: of_model, dir };
+        let file = ModelDefaults { settings: model_settings, dir };
         let do_sample = match (self.responses.do_sample, file.get(name_of!(self.responses.do_sample))) {
             (Some(set), _) => set,
-            (None, None) => !self.is_greedy_by_omission(of_model),
+            (None, None) => !self.is_greedy_by_omission(model_settings),
             (None, Some(found)) => {
                 found.as_bool().ok_or_else(|| file.wrong(name_of!(self.responses.do_sample), bool::EXPECTED, found))?
             }
@@ -156,25 +157,19 @@ impl GenerateConfig {
         let mut max_new_tokens =
             file.whole(self.responses.max_new_tokens, name_of!(self.responses.max_new_tokens), NEW_TOKENS)?;
         if self.responses.max_new_tokens.is_none() && max_new_tokens >= context {
-            // The files of some models have their whole context, with no tokens left for a prompt.
+            // The files of some models set the whole context, which leaves no tokens for a prompt.
             max_new_tokens = NEW_TOKENS;
         }
         let min_new_tokens = file.whole(self.min_new_tokens, name_of!(self.min_new_tokens), 0)?;
-        let (temperature, top_k) = (
-            file.number(self.responses.sampler.temperature, name_of!(self.responses.sampler.temperature), 1.0)?,
-            file.whole(self.responses.sampler.top_k, name_of!(self.responses.sampler.top_k), 0)?,
-        );
-        let (top_p, min_p) = (
-            file.number(self.responses.sampler.top_p, name_of!(self.responses.sampler.top_p), 1.0)?,
-            file.number(self.responses.sampler.min_p, name_of!(self.responses.sampler.min_p), 0.0)?,
-        );
-        let repetition_penalty = file.number(
-            self.responses.sampler.repetition_penalty,
-            name_of!(self.responses.sampler.repetition_penalty),
-            1.0,
-        )?;
+        let sampler = &self.responses.sampler;
+        let temperature = file.number(sampler.temperature, name_of!(sampler.temperature), 1.0)?;
+        let top_k = file.whole(sampler.top_k, name_of!(sampler.top_k), 0)?;
+        let top_p = file.number(sampler.top_p, name_of!(sampler.top_p), 1.0)?;
+        let min_p = file.number(sampler.min_p, name_of!(sampler.min_p), 0.0)?;
+        let repetition_penalty = file.number(sampler.repetition_penalty, name_of!(sampler.repetition_penalty), 1.0)?;
         let mut resolved = Self { min_new_tokens: Some(min_new_tokens), ..self.clone() };
-        (resolved.responses.do_sample, resolved.responses.max_new_tokens) = (Some(do_sample), Some(max_new_tokens));
+        resolved.responses.do_sample = Some(do_sample);
+        resolved.responses.max_new_tokens = Some(max_new_tokens);
         resolved.responses.sampler = SamplerConfig {
             temperature: Some(temperature),
             top_k: Some(top_k),
@@ -195,13 +190,14 @@ impl GenerateConfig {
         })
     }
 
-    /// Resolves the generation with `model`, of the folder `dir`, with the tokens and texts that end a response. Also returns the maximum
-    /// length of a prompt, in tokens.
+    /// Resolves the generation for `model`, which is in the folder `dir`, with the tokens and texts that end a response. Also returns the
+    /// maximum length of a prompt, in tokens.
     ///
     /// # Errors
     /// If one of the settings is invalid, or the context of the model is not longer than a response.
     pub fn for_model(&self, model: &CausalLm, tokenizer: &Tokenizer, dir: &Path) -> Result<(GenerationConfig, usize)> {
-        let (context, vocab) = (model.config().max_position_embeddings, model.config().vocab_size);
+        let context = model.config().max_position_embeddings;
+        let vocab = model.config().vocab_size;
         let mut generation = self.generation(model.config().generation_settings(), context, dir)?;
         let ResponsesConfig { stop_token_ids, stop_strings, .. } = &self.responses;
         if let Some(id) = stop_token_ids.iter().find(|id| !(0..vocab).contains(*id)) {
@@ -230,19 +226,19 @@ impl GenerateConfig {
         max_prompt_len(model, model.max_position_embeddings, ("max_new_tokens", max_new_tokens), &whose)
     }
 
-    /// Returns a note that names the fields of `of_model`, the `generation_config.json` of the model, by which transformers would change the
-    /// responses of `generation`, and which have no effect here; none if there is no such field.
+    /// Returns a note that names the fields of `model_settings`, the model's `generation_config.json`, that would change the responses of
+    /// `generation` in transformers and have no effect here. `None` if there is no such field.
     pub fn note_without_effect(
         &self,
-        of_model: &serde_json::Map<String, Value>,
+        model_settings: &serde_json::Map<String, Value>,
         generation: &GenerationConfig,
     ) -> Option<String> {
         let is_overridden = |name: &str| match name {
             "min_length" => generation.min_new_tokens > 0,
             "stop_strings" => generation.stop_strings.is_some(),
-            _ => generation.sampling == Sampling::Greedy && OF_DRAWS.contains(&name),
+            _ => generation.sampling == Sampling::Greedy && DRAW_FIELDS.contains(&name),
         };
-        let changes = |(name, neutral): &&(&str, Option<f64>)| match of_model.get(*name) {
+        let changes = |(name, neutral): &&(&str, Option<f64>)| match model_settings.get(*name) {
             None | Some(Value::Null | Value::Bool(false)) => false,
             Some(Value::Number(number)) => neutral.is_none() || number.as_f64() != *neutral,
             Some(Value::Array(values)) => !values.is_empty(),
@@ -250,14 +246,14 @@ impl GenerateConfig {
             Some(Value::String(text)) => !text.is_empty(),
             Some(Value::Bool(true)) => true,
         };
-        let found = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
-        let names: Vec<&str> = found.filter(|name| !is_overridden(name)).collect();
-        // Where there is no such file, the settings are those of the configuration.
+        let fields = WITHOUT_EFFECT.iter().filter(changes).map(|(name, _)| *name);
+        let names: Vec<&str> = fields.filter(|name| !is_overridden(name)).collect();
+        // Without a `generation_config.json` the settings are from `config.json`.
         let files = ["generation_config.json", "config.json"].map(|name| self.model_name_or_path.join(name));
         let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
         let others = (!names.is_empty()).then(|| format!("fields without effect here: {}", names.join(", ")));
-        let greedy = self.is_greedy_by_omission(of_model).then(|| {
-            let set: Vec<&str> = OF_SAMPLING.into_iter().filter(|name| of_model.contains_key(*name)).collect();
+        let greedy = self.is_greedy_by_omission(model_settings).then(|| {
+            let set: Vec<&str> = SAMPLING_FIELDS.into_iter().filter(|name| model_settings.contains_key(*name)).collect();
             format!(
                 "no `do_sample`, so the likeliest token is always taken, as in transformers, and {} without effect; --do_sample samples",
                 match set.as_slice() {
@@ -266,8 +262,8 @@ impl GenerateConfig {
                 }
             )
         });
-        let has_all = of_model.get("do_sample") == Some(&Value::Bool(true))
-            && of_model.get(name_of!(self.responses.sampler.top_k)).is_none_or(Value::is_null)
+        let has_all = model_settings.get("do_sample") == Some(&Value::Bool(true))
+            && model_settings.get(name_of!(self.responses.sampler.top_k)).is_none_or(Value::is_null)
             && self.responses.sampler.top_k.is_none()
             && generation.sampling != Sampling::Greedy;
         let all = has_all.then(|| {
@@ -282,9 +278,9 @@ impl GenerateConfig {
     /// # Errors
     /// If one of the settings, or of the model's, is invalid.
     pub fn note_for_model(&self, model: &ModelConfig, dir: &Path) -> Result<Option<String>> {
-        let of_model = model.generation_settings();
-        let generation = self.generation(of_model, model.max_position_embeddings, dir)?;
-        Ok(self.note_without_effect(of_model, &generation))
+        let model_settings = model.generation_settings();
+        let generation = self.generation(model_settings, model.max_position_embeddings, dir)?;
+        Ok(self.note_without_effect(model_settings, &generation))
     }
 
     /// Checks every setting.
@@ -309,8 +305,8 @@ impl GenerateConfig {
             }
             _ => Ok(()),
         };
-        let set = |found: Option<f64>, check: fn(&str, f64) -> Result<()>, name| {
-            found.map_or(Ok(()), |found| check(name, found))
+        let check_if_set = |value: Option<f64>, check: fn(&str, f64) -> Result<()>, name| {
+            value.map_or(Ok(()), |value| check(name, value))
         };
         let sequences = self.responses.num_return_sequences;
         let equal = if self.is_greedy() && sequences > 1 {
@@ -348,11 +344,15 @@ impl GenerateConfig {
                 .map_or(Ok(()), |most| at_least_one(name_of!(self.responses.max_new_tokens), most)),
             enough,
             at_least_one(name_of!(self.responses.num_return_sequences), sequences),
-            set(self.responses.sampler.temperature, zero_or_more, name_of!(self.responses.sampler.temperature)),
-            set(self.responses.sampler.top_p, above_zero, name_of!(self.responses.sampler.top_p)),
-            set(self.responses.sampler.top_p, zero_to_one, name_of!(self.responses.sampler.top_p)),
-            set(self.responses.sampler.min_p, zero_to_one, name_of!(self.responses.sampler.min_p)),
-            set(
+            check_if_set(
+                self.responses.sampler.temperature,
+                zero_or_more,
+                name_of!(self.responses.sampler.temperature),
+            ),
+            check_if_set(self.responses.sampler.top_p, above_zero, name_of!(self.responses.sampler.top_p)),
+            check_if_set(self.responses.sampler.top_p, zero_to_one, name_of!(self.responses.sampler.top_p)),
+            check_if_set(self.responses.sampler.min_p, zero_to_one, name_of!(self.responses.sampler.min_p)),
+            check_if_set(
                 self.responses.sampler.repetition_penalty,
                 above_zero,
                 name_of!(self.responses.sampler.repetition_penalty),
@@ -442,12 +442,12 @@ mod tests {
 
     #[test]
     fn a_models_file_with_settings_of_sampling_that_does_not_say_it_samples_is_greedy_as_in_transformers() {
-        let of = |file: &Value| file.as_object().unwrap().clone();
-        let vicuna = of(&json!({"_from_model_config": true, "temperature": 0.9, "top_p": 0.6}));
+        let object = |file: &Value| file.as_object().unwrap().clone();
+        let vicuna = object(&json!({"_from_model_config": true, "temperature": 0.9, "top_p": 0.6}));
         let mut config = GenerateConfig::new("m");
         let resolved = |config: &GenerateConfig, file: &serde_json::Map<String, Value>| {
-            let found = config.generation(file, 64, Path::new("m")).unwrap();
-            (found.sampling, config.note_without_effect(file, &found))
+            let generation = config.generation(file, 64, Path::new("m")).unwrap();
+            (generation.sampling, config.note_without_effect(file, &generation))
         };
         let (sampling, note) = resolved(&config, &vicuna);
         assert_eq!(sampling, Sampling::Greedy);
@@ -460,17 +460,17 @@ mod tests {
         config.responses.do_sample = Some(true);
         assert_eq!(resolved(&config, &vicuna), (sampled, None));
         config.responses.do_sample = None;
-        // A setting of sampling samples; a file without any has none that could be meant otherwise.
+        // A sampling setting turns sampling on. A file without sampling settings says nothing about it.
         config.responses.sampler.top_k = Some(5);
         assert!(matches!(resolved(&config, &vicuna).0, Sampling::Random { top_k: 5, .. }));
         config.responses.sampler.top_k = None;
-        let silent = of(&json!({"_from_model_config": true, "eos_token_id": 2}));
+        let silent = object(&json!({"_from_model_config": true, "eos_token_id": 2}));
         assert!(matches!(resolved(&config, &silent), (Sampling::Random { .. }, None)));
-        let all = resolved(&config, &of(&json!({"do_sample": true, "top_p": 0.9}))).1.unwrap();
+        let all = resolved(&config, &object(&json!({"do_sample": true, "top_p": 0.9}))).1.unwrap();
         assert!(
             all.contains("no `top_k`, so all tokens can be sampled, and in transformers the 50 likeliest"),
             "{all}"
         );
-        assert_eq!(resolved(&config, &of(&json!({"do_sample": true, "top_k": 0}))).1, None);
+        assert_eq!(resolved(&config, &object(&json!({"do_sample": true, "top_k": 0}))).1, None);
     }
 }

@@ -91,8 +91,8 @@ impl LaunchFlags {
 
     /// Returns the port that the flags set; `None` for any free one.
     pub fn port(&self) -> Option<u16> {
-        let given = self.master_port.and_then(|port| u16::try_from(port).ok());
-        given.or((self.nnodes > 1).then_some(PORT))
+        let port = self.master_port.and_then(|port| u16::try_from(port).ok());
+        port.or((self.nnodes > 1).then_some(PORT))
     }
 }
 

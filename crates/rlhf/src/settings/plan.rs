@@ -74,7 +74,8 @@ pub(crate) struct BatchSettings {
 impl BatchSettings {
     /// Returns the number of rows of a batch, over all ranks.
     pub(super) fn rows(&self) -> Result<usize> {
-        let (per_device, accumulated) = (self.per_device.unwrap_or(PER_DEVICE), self.accumulated);
+        let per_device = self.per_device.unwrap_or(PER_DEVICE);
+        let accumulated = self.accumulated;
         at_least_one("per_device_train_batch_size", per_device)?;
         at_least_one("gradient_accumulation_steps", accumulated)?;
         if let Some(all) = self.all {
@@ -100,7 +101,7 @@ impl BatchSettings {
         self.per_device.or(if self.all.is_some() { None } else { Some(PER_DEVICE) })
     }
 
-    /// Returns the product that [`BatchSettings::rows`] is, with further factors, for error messages.
+    /// Returns the text of the product that [`BatchSettings::rows`] computes, with further factors, for error messages.
     fn product(&self, more: &[&str]) -> String {
         match self.all {
             Some(_) => [&["train_batch_size"], more].concat().join(" * "),
@@ -111,7 +112,7 @@ impl BatchSettings {
     }
 }
 
-/// Returns a product for error messages; it has the factor `ranks` where there are several.
+/// Returns the text of a product for error messages, with the factor `ranks` if there are several ranks.
 fn product(names: &[&str], ranks: usize) -> String {
     let ranks: &[&str] = if ranks > 1 { &["ranks"] } else { &[] };
     [names, ranks].concat().join(" * ")
@@ -146,16 +147,15 @@ impl PpoConfig {
     pub(crate) fn plan_for(&self, num_prompts: usize) -> Result<PpoPlan> {
         let Sizes { batch_size, epoch } = self.sizes()?;
         let prompts = batch_size / self.advantage.num_generations;
-        // As in TRL, the fraction of an episode is dropped. The cast saturates.
         let group = self.advantage.num_generations;
-        let of_steps =
+        let episodes_for_steps =
             |steps: usize| steps.div_ceil(epoch.steps(batch_size) * self.num_ppo_epochs).saturating_mul(batch_size);
         if let Some(steps) = self.generation.max_steps {
             at_least_one(name_of!(self.generation.max_steps), steps)?;
             let expected = format!("at most {MOST_EPISODES} responses in all, {batch_size} in each update");
-            expect(of_steps(steps) <= MOST_EPISODES, name_of!(self.generation.max_steps), steps, &expected)?;
+            expect(episodes_for_steps(steps) <= MOST_EPISODES, name_of!(self.generation.max_steps), steps, &expected)?;
         }
-        let given = match (self.generation.max_steps, self.total_episodes) {
+        let length = match (self.generation.max_steps, self.total_episodes) {
             (Some(steps), Some(episodes)) => {
                 return exclude(
                     name_of!(self.generation.max_steps),
@@ -165,10 +165,11 @@ impl PpoConfig {
                     ),
                 );
             }
-            (steps, episodes) => steps.map(of_steps).or(episodes),
+            (steps, episodes) => steps.map(episodes_for_steps).or(episodes),
         };
-        let of_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
-        let total_episodes = given.unwrap_or_else(of_epochs);
+        // As in TRL, the fraction of an episode is dropped. The cast saturates.
+        let episodes_for_epochs = || ((self.num_train_epochs * num_prompts as f64) as usize).saturating_mul(group);
+        let total_episodes = length.unwrap_or_else(episodes_for_epochs);
         if total_episodes == 0 {
             return refuse(
                 name_of!(self.total_episodes),
@@ -200,11 +201,11 @@ impl PpoConfig {
     /// # Errors
     /// [`Error::Usage`](rlhf_base::Error::Usage), naming the values that do not go together and the nearest that do.
     pub(super) fn sizes(&self) -> Result<Sizes> {
-        self.sizes_of(num_ranks())
+        self.sizes_for(num_ranks())
     }
 
     /// Returns [`PpoConfig::sizes`] of a run of `ranks` ranks.
-    fn sizes_of(&self, ranks: usize) -> Result<Sizes> {
+    fn sizes_for(&self, ranks: usize) -> Result<Sizes> {
         let (batch_size, mini_batch_size) = self.batch_sizes(ranks)?;
         let (part_size, micro_batch_size) = match self.preset {
             Preset::TrlLegacy => {
@@ -243,7 +244,8 @@ impl PpoConfig {
             return self.legacy_batch_sizes();
         }
         let batches = self.batches(ranks);
-        let (batch_size, parts) = (batches.rows()?, self.num_mini_batches);
+        let batch_size = batches.rows()?;
+        let parts = self.num_mini_batches;
         at_least_one(name_of!(self.num_mini_batches), parts)?;
         if self.preset.is_of_groups() {
             return Ok((self.generated_rows(batch_size, ranks)?, batch_size));
@@ -253,8 +255,8 @@ impl PpoConfig {
             let message = "per_device_train_batch_size and gradient_accumulation_steps are the size of an optimizer step \
                            where per_device_generation_batch_size is set";
             expect(parts == 1, name_of!(self.num_mini_batches), parts, &format!("1: {message}"))?;
-            let (made, batches_made) = (self.generation.generation_batches, batch_size.div_ceil(responses.max(1)));
-            let hint = format!("generation_batches = {} makes as many", made.saturating_mul(batches_made));
+            let needed = self.generation.generation_batches.saturating_mul(batch_size.div_ceil(responses.max(1)));
+            let hint = format!("generation_batches = {needed} makes as many");
             expect(
                 batch_size <= responses,
                 &batches.product(&[]),
@@ -279,7 +281,8 @@ impl PpoConfig {
             if self.train_batch_size.is_some() {
                 return refuse(name_of!(self.train_batch_size), rest);
             }
-            let (rows, accumulated) = (batches.per_device.unwrap_or(PER_DEVICE), batches.accumulated);
+            let rows = batches.per_device.unwrap_or(PER_DEVICE);
+            let accumulated = batches.accumulated;
             let ranks = if ranks > 1 { format!(" * {ranks}") } else { String::new() };
             return usage(format!("batch size = {} = {rows} * {accumulated}{ranks}{rest}", batches.product(&[])));
         }
@@ -318,11 +321,11 @@ impl PpoConfig {
             (None, Some(steps)) => {
                 let per_rank = self.batches(ranks).limit();
                 let pass = rows_of_all_ranks(per_rank.map(|rows| rows as u64), ranks as u64, step as u64) as usize;
-                let of_pass = match per_rank {
+                let product_name = match per_rank {
                     Some(_) => product(&["steps_per_generation", "per_device_train_batch_size"], ranks),
                     None => product(&["steps_per_generation", "train_batch_size"], 1),
                 };
-                (of_pass, steps.saturating_mul(pass))
+                (product_name, steps.saturating_mul(pass))
             }
         };
         let name = name.as_str();
@@ -343,7 +346,8 @@ impl PpoConfig {
 
     /// Returns the number of responses of an update with the preset `trl-legacy`, and of an optimizer step.
     fn legacy_batch_sizes(&self) -> Result<(usize, usize)> {
-        let (legacy, accumulated) = (&self.legacy, self.gradient_accumulation_steps);
+        let legacy = &self.legacy;
+        let accumulated = self.gradient_accumulation_steps;
         at_least_one(name_of!(self.gradient_accumulation_steps), accumulated)?;
         let all = legacy.batch_size.unwrap_or(LEGACY_BATCH);
         expect((1..=MOST_ROWS).contains(&all), "batch_size", all, &format!("1 to {MOST_ROWS}"))?;
@@ -416,7 +420,7 @@ fn nearest_divisors(batch_size: usize, parts: usize) -> String {
 impl GenerationBatchesConfig {
     /// Refuses the sizes that only the presets `grpo` and `rloo` have.
     fn refuse_sizes_of_groups(&self) -> Result<()> {
-        for (name, value, ours) in [
+        for (name, value, instead) in [
             (
                 name_of!(self.generation_batch_size),
                 self.generation_batch_size,
@@ -425,7 +429,8 @@ impl GenerationBatchesConfig {
             (name_of!(self.steps_per_generation), self.steps_per_generation, "num_mini_batches divides an update"),
             (name_of!(self.max_steps), self.max_steps, "total_episodes is the length of the run"),
         ] {
-            value.map_or(Ok(()), |value| no_effect(name, value, &format!("without preset = grpo or rloo: {ours}")))?;
+            value
+                .map_or(Ok(()), |value| no_effect(name, value, &format!("without preset = grpo or rloo: {instead}")))?;
         }
         Ok(())
     }
@@ -467,7 +472,7 @@ pub(super) fn train_plan(
         at_least_one("max_steps", steps)?;
     }
     expect(num_rows > 0, "rows of the dataset", num_rows, "at least 1")?;
-    // A batch that a pass cannot fill continues into the next, so only the run's last update may see a row once more.
+    // A batch that the rest of an epoch cannot fill continues into the next epoch, so only the run's last update may see a row once more.
     let num_updates =
         max_steps.unwrap_or_else(|| (num_train_epochs * num_rows as f64 / batch_size as f64).ceil() as usize);
     let expected = format!("at most {MOST_EPISODES}");
@@ -630,7 +635,7 @@ mod tests {
     }
 
     /// A configuration of each preset with sizes that are not the defaults.
-    fn of_presets() -> [PpoConfig; 6] {
+    fn preset_configs() -> [PpoConfig; 6] {
         let presets =
             [Preset::Trl, Preset::TrlPpov2, Preset::TrlLegacy, Preset::DeepspeedChat, Preset::Grpo, Preset::Rloo];
         presets.map(|preset| {
@@ -664,10 +669,10 @@ mod tests {
     #[test]
     fn sizes_per_device_are_multiplied_by_the_ranks_and_those_of_legacy_are_of_all() {
         let sizes = |config: &PpoConfig, ranks| {
-            let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+            let Sizes { batch_size, epoch } = config.sizes_for(ranks).unwrap();
             (batch_size, epoch.mini_batch_size, epoch.part_size, epoch.micro_batch_size)
         };
-        let [trl, ppov2, legacy, chat, grpo, rloo] = of_presets();
+        let [trl, ppov2, legacy, chat, grpo, rloo] = preset_configs();
         // 6 * 4 rows per rank; an optimizer step of a third of them.
         assert_eq!([1, 2, 4].map(|ranks| sizes(&trl, ranks)), [(24, 8, 8, 6), (48, 16, 16, 6), (96, 32, 32, 6)]);
         assert_eq!([1, 4].map(|ranks| sizes(&ppov2, ranks)), [(72, 24, 24, 6), (288, 96, 96, 6)]);
@@ -681,14 +686,14 @@ mod tests {
 
     #[test]
     fn the_sizes_of_a_checkpoint_are_those_of_its_plan() {
-        let mut configs = of_presets().to_vec();
+        let mut configs = preset_configs().to_vec();
         configs.extend([Preset::Trl, Preset::TrlPpov2].map(|preset| {
             let mut config = PpoConfig { preset, ..ppo() };
             (config.train_batch_size, config.num_mini_batches) = (Some(12), 4);
             config
         }));
         configs.extend([Preset::Grpo, Preset::Rloo].into_iter().flat_map(|preset| {
-            // Steps of all ranks, in passes of a rank, which may be of more rows than the step has for it.
+            // A step counts the rows of all ranks; a pass is one rank's, and may have more rows than the step has for that rank.
             [None, Some(4), Some(64)].map(|per_device| {
                 let mut config = PpoConfig::with_preset(preset, "policy", "judge", "d", "o");
                 (config.train_batch_size, config.per_device_train_batch_size) = (Some(64), per_device);
@@ -701,7 +706,7 @@ mod tests {
         for config in configs {
             let settings = serde_json::to_value(&config).unwrap();
             for ranks in [1, 2, 8] {
-                let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+                let Sizes { batch_size, epoch } = config.sizes_for(ranks).unwrap();
                 let value = GlobalSizes::of(settings.as_object().unwrap(), ranks).unwrap();
                 let expected = [batch_size, epoch.mini_batch_size, epoch.part_size].map(|rows| rows as u64);
                 assert_eq!([value.update, value.step, value.part], expected, "{:?}, {ranks} ranks", config.preset);
@@ -715,7 +720,7 @@ mod tests {
             let mut config = PpoConfig::with_preset(Preset::Grpo, "policy", "judge", "d", "o");
             (config.train_batch_size, config.per_device_train_batch_size) = (Some(64), per_device);
             config.generation.steps_per_generation = Some(steps);
-            config.sizes_of(ranks).map(|sizes| sizes.batch_size)
+            config.sizes_for(ranks).map(|sizes| sizes.batch_size)
         };
         // Without a limit for a rank, a pass is the whole optimizer step, of one rank and of two.
         for ranks in [1, 2, 4] {
@@ -760,29 +765,29 @@ mod tests {
         let mut config = ppo();
         (config.train_batch_size, config.num_mini_batches) = (Some(64), 2);
         for ranks in [1, 2, 3, 4] {
-            let Sizes { batch_size, epoch } = config.sizes_of(ranks).unwrap();
+            let Sizes { batch_size, epoch } = config.sizes_for(ranks).unwrap();
             assert_eq!(
                 (batch_size, epoch),
                 (64, EpochPlan { mini_batch_size: 32, part_size: 32, micro_batch_size: 32 })
             );
         }
         config.preset = Preset::TrlPpov2;
-        assert_eq!(config.sizes_of(2).unwrap().batch_size, 64);
+        assert_eq!(config.sizes_for(2).unwrap().batch_size, 64);
         config.per_device_train_batch_size = Some(4);
-        let Sizes { batch_size, epoch } = config.sizes_of(2).unwrap();
+        let Sizes { batch_size, epoch } = config.sizes_for(2).unwrap();
         assert_eq!((batch_size, epoch.mini_batch_size, epoch.micro_batch_size), (64, 32, 4));
-        let of_step = |all, accumulated| {
+        let step_rows = |all, accumulated| {
             BatchSettings { all, per_device: None, accumulated, ranks: 4 }.rows().map_err(|e| e.to_string())
         };
-        assert_eq!(of_step(Some(20), 1), Ok(20));
-        assert_eq!(of_step(Some(0), 1).unwrap_err(), "train_batch_size = 0: expected at least 1");
+        assert_eq!(step_rows(Some(20), 1), Ok(20));
+        assert_eq!(step_rows(Some(0), 1).unwrap_err(), "train_batch_size = 0: expected at least 1");
         assert_eq!(
-            of_step(Some(20), 2).unwrap_err(),
+            step_rows(Some(20), 2).unwrap_err(),
             "gradient_accumulation_steps = 2 has no effect with train_batch_size = 20, the rows of the whole batch: leave one of \
              them out"
         );
         assert_eq!(
-            of_step(None, MOST_ROWS).unwrap_err(),
+            step_rows(None, MOST_ROWS).unwrap_err(),
             "per_device_train_batch_size * gradient_accumulation_steps * ranks = 33554432: expected at most 1048576"
         );
     }
@@ -798,7 +803,7 @@ mod tests {
         config.train_batch_size = None;
         config.per_device_train_batch_size = Some(3);
         assert_eq!(
-            usage_of(config.sizes_of(2)),
+            usage_of(config.sizes_for(2)),
             "batch size = per_device_train_batch_size * gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6 is not a multiple of \
              num_mini_batches = 4; the nearest that divide it are 3 and 6"
         );

@@ -346,7 +346,7 @@ impl PpoConfig {
         Self { reward_model_path: None, ..Self::new(sft_model_path, "", dataset_name, output_dir) }
     }
 
-    /// Loads the rewards of `specs`, which are those of this configuration, for responses of the tokenizer `policy`.
+    /// Loads this configuration's rewards, which are `specs`, for responses of the tokenizer `policy`.
     ///
     /// # Errors
     /// If one cannot be loaded.
@@ -358,8 +358,12 @@ impl PpoConfig {
 
 impl<'a> From<&'a PpoConfig> for RewardSources<'a> {
     fn from(config: &'a PpoConfig) -> Self {
-        let (model, label) = (config.reward_model_path.as_deref(), config.reward_label.as_deref());
-        Self { model, revision: None, label, settings: &config.rewards }
+        Self {
+            model: config.reward_model_path.as_deref(),
+            revision: None,
+            label: config.reward_label.as_deref(),
+            settings: &config.rewards,
+        }
     }
 }
 
@@ -456,8 +460,8 @@ impl ValueConfig {
     }
 
     /// Returns the settings that are set, with their values.
-    pub(super) fn given(&self) -> Vec<(&'static str, String)> {
-        let number = |name, found: Option<f64>| found.map(|found| (name, found.to_string()));
+    pub(super) fn set_fields(&self) -> Vec<(&'static str, String)> {
+        let number = |name, value: Option<f64>| value.map(|value| (name, value.to_string()));
         let updates = self.value_warmup_updates;
         let all = [
             (updates > 0).then(|| (name_of!(self.value_warmup_updates), updates.to_string())),

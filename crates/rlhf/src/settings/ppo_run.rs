@@ -91,7 +91,7 @@ impl PpoRun {
         &self.learner
     }
 
-    /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
+    /// Returns the settings by which the models evaluate responses, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
         self.rollout.of(policy)
     }
@@ -137,11 +137,11 @@ mod tests {
         let first = |run: &PpoRun, update| run.schedule.step_rates(update, 4, 3).first().policy;
         assert_eq!([0, 1].map(|update| first(&ppo, update)), [Some(1.0), Some(0.75)]);
         assert_eq!([0, 1].map(|update| first(&groups, update)), [Some(1.0), Some(0.75)], "step 6 of 24");
-        let of = |run: &PpoRun| run.schedule.step_rates(1, 4, 3);
-        assert_eq!(of(&ppo), StepRates::from(ppo.schedule.rates(1, 4)));
-        assert_ne!(of(&groups), of(&ppo), "the rates of its later steps are lower");
-        let [of_ppo, of_groups] = [&ppo, &groups].map(|run| run.schedule.orders(0, 16));
-        assert_ne!(of_ppo[0], of_ppo[1]);
-        assert_eq!(of_groups[0], of_groups[1]);
+        let rates = |run: &PpoRun| run.schedule.step_rates(1, 4, 3);
+        assert_eq!(rates(&ppo), StepRates::from(ppo.schedule.rates(1, 4)));
+        assert_ne!(rates(&groups), rates(&ppo), "the rates of its later steps are lower");
+        let [ppo_orders, group_orders] = [&ppo, &groups].map(|run| run.schedule.orders(0, 16));
+        assert_ne!(ppo_orders[0], ppo_orders[1]);
+        assert_eq!(group_orders[0], group_orders[1]);
     }
 }

@@ -88,7 +88,7 @@ const CHAT_REWARD: [(&str, &str); 4] = [
 ];
 
 /// Defaults that TRL's GRPOTrainer and RLOOTrainer share.
-const OF_GROUPS: [(&str, &str); 7] = [
+const GROUP_TRAINERS: [(&str, &str); 7] = [
     ("temperature", "1"),
     ("response_length", "512"),
     ("stop_token", "eos"),
@@ -127,8 +127,8 @@ impl Preset {
             Self::Trl | Self::TrlPpov2 => Vec::new(),
             Self::TrlLegacy => TRL_LEGACY.to_vec(),
             Self::DeepspeedChat => DEEPSPEED_CHAT.to_vec(),
-            Self::Grpo => [&OF_GROUPS[..], &GRPO].concat(),
-            Self::Rloo => [&OF_GROUPS[..], &RLOO].concat(),
+            Self::Grpo => [&GROUP_TRAINERS[..], &GRPO].concat(),
+            Self::Rloo => [&GROUP_TRAINERS[..], &RLOO].concat(),
         }
     }
 
@@ -159,7 +159,7 @@ impl Preset {
         matches!(self, Self::Grpo | Self::Rloo)
     }
 
-    /// Returns the command of `rlhf` that has this preset as its own; `ppo` has the others by `--preset`.
+    /// Returns the command of `rlhf` for this preset: `grpo` and `rloo` have their own, `ppo` takes the others by `--preset`.
     pub fn command(self) -> &'static str {
         match self {
             Self::Grpo => "grpo",

@@ -37,7 +37,7 @@ impl ReplayConfig {
 
     /// Returns the folder to write to.
     pub fn output_dir(&self) -> PathBuf {
-        let beside = || {
+        let default_dir = || {
             // `.` has no name.
             let run = match self.run.file_name() {
                 Some(_) => self.run.clone(),
@@ -46,7 +46,7 @@ impl ReplayConfig {
             let name = run.file_name().unwrap_or_default().to_string_lossy();
             run.with_file_name(format!("{name}-replay-{}", self.update))
         };
-        self.output_dir.clone().unwrap_or_else(beside)
+        self.output_dir.clone().unwrap_or_else(default_dir)
     }
 }
 

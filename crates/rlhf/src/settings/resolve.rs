@@ -1,4 +1,4 @@
-//! Resolution of [`PpoConfig`] into the settings of each part; modules below do not see the whole configuration.
+//! Resolution of [`PpoConfig`] into the settings of each part of a run. The parts do not see the whole configuration.
 
 use super::plan::PpoPlan;
 use super::ppo::PpoConfig;
@@ -30,7 +30,7 @@ use rlhf_lm::tokenizer::Tokenizer;
 /// The token that ends a response.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Stop {
-    /// None: `response_length` does.
+    /// None: `response_length` ends it.
     Never,
     /// The tokenizer's.
     Eos,
@@ -58,7 +58,7 @@ impl PpoConfig {
         }
     }
 
-    /// Returns the token that ends a response, by the one of its two settings that is set.
+    /// Returns the token that ends a response, from `stop_token` or `stop_token_id`.
     pub(super) fn stop(&self) -> Result<Stop> {
         match (self.stop_token, self.stop_token_id) {
             (Some(StopToken::Eos), Some(id)) => exclude(
@@ -106,12 +106,12 @@ impl PpoConfig {
         left_out_of_losses(self.mask.eos_in_loss, tokenizer, policy.config())
     }
 
-    /// Returns the evaluation of responses by the models, without [`PpoConfig::left_out`], which the caller adds.
+    /// Returns the settings by which the models evaluate responses, without [`PpoConfig::left_out`], which the caller adds.
     pub fn rollout(&self, policy: &CausalLm) -> RolloutSettings {
         self.rollout_plan().of(policy)
     }
 
-    /// Returns the evaluation of responses as far as it does not depend on the policy.
+    /// Returns the part of [`PpoConfig::rollout`] that does not depend on the policy.
     pub(super) fn rollout_plan(&self) -> RolloutPlan {
         let full_kl = self.kl.kl_estimator == KlEstimator::Full && self.has_reference();
         let filtered_logprobs = self.sampling.logprobs_of == LogprobsOf::Filtered;
@@ -139,7 +139,7 @@ impl PpoConfig {
         self.checks_with(self.rollout(policy), self.shaping())
     }
 
-    /// Returns [`PpoConfig::checks`] with what has been resolved already.
+    /// Returns [`PpoConfig::checks`] with a rollout and a shaping that are already resolved.
     pub(super) fn checks_with(&self, rollout: RolloutSettings, shaping: Shaping) -> CheckSettings {
         CheckSettings {
             rollout: RolloutSettings { recompute_logprobs: true, group_size: 1, ..rollout },
@@ -176,22 +176,22 @@ impl PpoConfig {
 
     /// Returns the advantage estimator with its settings.
     pub fn advantage(&self) -> Advantage {
-        let own = &self.advantage;
+        let settings = &self.advantage;
         let group = |baseline, scale| Advantage::Group {
             baseline,
             scale,
-            normalize: own.normalize_advantages,
-            each_reward: own.multi_objective_aggregation == Aggregation::NormalizeThenSum,
+            normalize: settings.normalize_advantages,
+            each_reward: settings.multi_objective_aggregation == Aggregation::NormalizeThenSum,
         };
         let returns = |baseline| Advantage::Returns { gamma: self.gamma, baseline };
-        match own.advantage_estimator {
+        match settings.advantage_estimator {
             AdvantageEstimator::Gae => {
-                let of_length = own.lam_policy_alpha.map(|alpha| PolicyLambda::OfLength { alpha });
-                let lam_policy = own.lam_policy.map(PolicyLambda::Fixed).or(of_length);
+                let by_length = settings.lam_policy_alpha.map(|alpha| PolicyLambda::OfLength { alpha });
+                let lam_policy = settings.lam_policy.map(PolicyLambda::Fixed).or(by_length);
                 Advantage::Gae { gamma: self.gamma, lam: self.lam, lam_policy }
             }
             AdvantageEstimator::Rloo => group(Baseline::LeaveOneOut, ScaleRewards::None),
-            AdvantageEstimator::Grpo => group(Baseline::Mean, own.scale_rewards),
+            AdvantageEstimator::Grpo => group(Baseline::Mean, settings.scale_rewards),
             AdvantageEstimator::DrGrpo => group(Baseline::Mean, ScaleRewards::None),
             AdvantageEstimator::Reinforce => returns(ScoreBaseline::Zero),
             AdvantageEstimator::ReinforceBaseline => returns(ScoreBaseline::GroupMean),
@@ -214,12 +214,12 @@ impl PpoConfig {
         self.loss.entropy_coef > 0.0 || self.loss.entropy_control().is_some()
     }
 
-    /// Returns true if there is a reference model: not where there is no value model either, and no KL to a reference is used.
+    /// Returns true if there is a reference model. A run without a value model and without a KL has none.
     pub fn has_reference(&self) -> bool {
         self.needs_critic() || self.kl.kl_coef != 0.0 || self.kl.kl_coef_end.is_some_and(|end| end != 0.0)
     }
 
-    /// Returns the tokens over which advantages are whitened: none for estimators that compare whole responses.
+    /// Returns over which tokens advantages are whitened: over none with estimators that compare whole responses.
     fn whitening(&self) -> WhitenAdvantages {
         match self.advantage() {
             Advantage::Gae { .. } => self.whiten_advantages,
@@ -228,21 +228,21 @@ impl PpoConfig {
         }
     }
 
-    /// Returns where scores land: on the last token where no value is read after it.
+    /// Returns the position of scores: the last token if there is no value model, because no value is read after it.
     fn score_position(&self) -> ScorePosition {
         if self.needs_critic() { self.score_position } else { ScorePosition::LastToken }
     }
 
-    /// Returns true if an update has one optimizer step, whose probability ratios are taken as 1, and no log-probability of the rollout is
-    /// used but for metrics.
+    /// Returns true if an update has one optimizer step, whose probability ratios are taken as 1, and the rollout's log-probabilities are
+    /// used for metrics only.
     fn ratios_are_one(&self) -> bool {
-        // The coefficient would follow the difference between decoding and the reference model's pass.
+        // An adaptive coefficient would follow the difference between decoding and the reference model's pass.
         self.is_on_policy() && (!self.has_reference() || (self.kl.kl_in_loss && !self.kl.adap_kl_ctrl))
     }
 
     /// Returns true if the policy that is trained is the one that sampled: there is one optimizer step per update, and no critic.
     fn is_on_policy(&self) -> bool {
-        // step() takes any number of rows.
+        // The legacy step() takes any number of rows.
         !self.needs_critic()
             && self.preset != Preset::TrlLegacy
             && self.sizes().is_ok_and(|sizes| sizes.steps_per_update(self.num_ppo_epochs) == 1)
@@ -319,33 +319,35 @@ impl PpoConfig {
 
     /// Returns the value model's adapter; `None` if it gets none.
     pub fn value_lora(&self) -> Option<LoraConfig> {
-        let own = &self.value_peft;
+        let value_peft = &self.value_peft;
         let mut peft = self.peft.clone();
-        peft.use_peft = own.value_use_peft.unwrap_or(peft.use_peft);
-        peft.lora_r = own.value_lora_r.unwrap_or(peft.lora_r);
-        if !own.value_lora_target_modules.is_empty() {
-            peft.lora_target_modules.clone_from(&own.value_lora_target_modules);
+        peft.use_peft = value_peft.value_use_peft.unwrap_or(peft.use_peft);
+        peft.lora_r = value_peft.value_lora_r.unwrap_or(peft.lora_r);
+        if !value_peft.value_lora_target_modules.is_empty() {
+            peft.lora_target_modules.clone_from(&value_peft.value_lora_target_modules);
         }
         // A value model has no LM head.
         peft.lora_modules_to_save.retain(|module| !is_lm_head(module));
-        if !own.value_lora_modules_to_save.is_empty() {
-            peft.lora_modules_to_save.clone_from(&own.value_lora_modules_to_save);
+        if !value_peft.value_lora_modules_to_save.is_empty() {
+            peft.lora_modules_to_save.clone_from(&value_peft.value_lora_modules_to_save);
         }
         peft.lora()
     }
 
     /// Returns the peak learning rate and the settings of the value model's optimizer.
     pub fn value_optimizer(&self) -> (f64, OptimizerConfig) {
-        let (own, mut optimizer) = (&self.value, self.optimizer.clone());
-        optimizer.lr_scheduler_type = own.value_lr_scheduler_type.unwrap_or(optimizer.lr_scheduler_type);
-        if let Some(steps) = own.value_lr_warmup_steps {
-            (optimizer.warmup_steps, optimizer.warmup_ratio) = (steps, 0.0);
+        let value = &self.value;
+        let mut optimizer = self.optimizer.clone();
+        optimizer.lr_scheduler_type = value.value_lr_scheduler_type.unwrap_or(optimizer.lr_scheduler_type);
+        if let Some(steps) = value.value_lr_warmup_steps {
+            optimizer.warmup_steps = steps;
+            optimizer.warmup_ratio = 0.0;
         }
-        optimizer.weight_decay = own.value_weight_decay.unwrap_or(optimizer.weight_decay);
-        if let Some(norm) = own.value_max_grad_norm {
+        optimizer.weight_decay = value.value_weight_decay.unwrap_or(optimizer.weight_decay);
+        if let Some(norm) = value.value_max_grad_norm {
             optimizer.max_grad_norm = (norm != 0.0).then_some(norm);
         }
-        (own.value_learning_rate.unwrap_or(self.learning_rate), optimizer)
+        (value.value_learning_rate.unwrap_or(self.learning_rate), optimizer)
     }
 
     /// Returns the sharding of the policy; the reference model is sharded where the policy's parameters are.
@@ -353,10 +355,10 @@ impl PpoConfig {
         self.dist.actor_zero_stage.unwrap_or(self.run.dist.zero_stage)
     }
 
-    /// Returns the sharding of the value model: that of the policy for a head on the policy.
+    /// Returns the sharding of the value model. A value head has the sharding of its policy.
     pub fn value_stage(&self) -> ZeroStage {
-        let own = if self.legacy.value_head { self.dist.actor_zero_stage } else { self.dist.critic_zero_stage };
-        own.unwrap_or(self.run.dist.zero_stage)
+        let stage = if self.legacy.value_head { self.dist.actor_zero_stage } else { self.dist.critic_zero_stage };
+        stage.unwrap_or(self.run.dist.zero_stage)
     }
 
     /// Returns the sharding of frozen models other than the reference model, which have parameters only: stage 3 shards them.
@@ -380,7 +382,7 @@ impl PpoConfig {
         if self.legacy.raw_logprobs { 1.0 } else { self.temperature }
     }
 
-    /// Returns the KL at 1.5 times which an update's epochs end.
+    /// Returns the target KL. An update's epochs end when the KL exceeds 1.5 times this value.
     pub fn target_kl(&self) -> Option<f64> {
         self.loss.target_kl.or(self.legacy.early_stopping.then_some(TARGET_KL))
     }
@@ -435,10 +437,10 @@ mod tests {
         config.value.value_lr_warmup_steps = Some(3);
         config.value.value_max_grad_norm = Some(0.0);
         config.check().unwrap();
-        let (rate, own) = config.value_optimizer();
-        assert_eq!((rate, own.warmup_steps, own.warmup_ratio), (1e-5, 3, 0.0));
-        assert_eq!((own.lr_scheduler_type, own.max_grad_norm), (LrSchedulerType::Cosine, None));
-        assert_eq!(own.weight_decay, 0.5);
+        let (rate, optimizer) = config.value_optimizer();
+        assert_eq!((rate, optimizer.warmup_steps, optimizer.warmup_ratio), (1e-5, 3, 0.0));
+        assert_eq!((optimizer.lr_scheduler_type, optimizer.max_grad_norm), (LrSchedulerType::Cosine, None));
+        assert_eq!(optimizer.weight_decay, 0.5);
     }
 
     #[test]

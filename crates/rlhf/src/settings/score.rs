@@ -47,7 +47,7 @@ impl ScoreConfig {
         config
     }
 
-    /// Returns whether responses are scored as in a run, and not whole texts by a model alone.
+    /// Returns whether responses are scored as in a training run. Otherwise a model scores whole texts.
     pub fn scores_responses(&self) -> bool {
         self.tokenizer_name.is_some() || self.rewards != defaults()
     }
@@ -62,8 +62,8 @@ impl ScoreConfig {
     /// Checks every setting as [`ScoreConfig::check`] does, and returns the rewards, whose texts are parsed here and nowhere else.
     fn checked(&self) -> Result<Vec<Spec>> {
         check_sizes(self)?;
-        let (rewards, of_rewards) = specs_or_error(self);
-        let enough = of_rewards.and_then(|()| match rewards[..] {
+        let (rewards, rewards_check) = specs_or_error(self);
+        let enough = rewards_check.and_then(|()| match rewards[..] {
             [] => usage("no reward: set at least one of model_name_or_path, reward, reward_command and reward_url"),
             _ if self.model_name_or_path.is_none() && self.tokenizer_name.is_none() => refuse(
                 name_of!(self.tokenizer_name),
@@ -78,7 +78,7 @@ impl ScoreConfig {
     /// Checks every setting, and loads the rewards, for responses of `tokenizer`.
     ///
     /// # Errors
-    /// If a setting is not what it should be, or a reward cannot be loaded.
+    /// If a setting is invalid, or a reward cannot be loaded.
     pub fn load_rewards(&self, tokenizer: &Tokenizer, options: ModelOptions) -> Result<Rewards> {
         let specs = resolve(&self.checked()?)?;
         Rewards::load(specs, &self.rewards, None, tokenizer, self.rows.batch_size, options)
@@ -87,7 +87,11 @@ impl ScoreConfig {
 
 impl<'a> From<&'a ScoreConfig> for RewardSources<'a> {
     fn from(config: &'a ScoreConfig) -> Self {
-        let (model, label) = (config.model_name_or_path.as_deref(), config.reward_label.as_deref());
-        Self { model, revision: Some(&config.model_revision), label, settings: &config.rewards }
+        Self {
+            model: config.model_name_or_path.as_deref(),
+            revision: Some(&config.model_revision),
+            label: config.reward_label.as_deref(),
+            settings: &config.rewards,
+        }
     }
 }

@@ -48,7 +48,7 @@ impl ServeConfig {
         config
     }
 
-    /// The port, which [`ServeConfig::check`] has found to be one.
+    /// The port. [`ServeConfig::check`] accepts no number that is not a port.
     pub fn port(&self) -> u16 {
         u16::try_from(self.port).unwrap_or_default()
     }

@@ -38,13 +38,13 @@ impl WatchConfig {
     ///
     /// Errors: [`Error::Usage`](rlhf_base::Error::Usage), naming the setting, its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        let of_page = |name: &str, found: &dyn std::fmt::Display, is_default: bool| {
-            if is_default || !self.terminal { Ok(()) } else { no_effect(name, found, "with terminal") }
+        let needs_page = |name: &str, value: &dyn std::fmt::Display, is_default: bool| {
+            if is_default || !self.terminal { Ok(()) } else { no_effect(name, value, "with terminal") }
         };
         all([
             at_most::<Self>(name_of!(self.port), self.port),
-            of_page(name_of!(self.port), &self.port, self.port == 0),
-            of_page(name_of!(self.host), &self.host, self.host == LOOPBACK),
+            needs_page(name_of!(self.port), &self.port, self.port == 0),
+            needs_page(name_of!(self.host), &self.host, self.host == LOOPBACK),
         ])
     }
 

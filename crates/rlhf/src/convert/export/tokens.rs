@@ -9,14 +9,14 @@ use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Types of tokens that only a writer tells apart.
+/// Types of tokens that only the export distinguishes.
 const NORMAL: i64 = 1;
 const BYTE: i64 = 6;
 
 /// The metadata of the tokenizer in the folder `dir`; none if the folder has no tokenizer.
 ///
 /// # Errors
-/// If its rules are none that llama.cpp has a name for.
+/// If its rules have no name in llama.cpp.
 pub(super) fn describe(dir: &Path, model: &ModelConfig) -> Result<Vec<(String, Meta)>> {
     let path = dir.join("tokenizer.json");
     if !path.is_file() {
@@ -88,7 +88,8 @@ impl Tokens<'_> {
         let mut set = |text: &str, id: i64, kind: i64| -> Result<()> {
             let id = usize::try_from(id).ok().filter(|id| *id < rows);
             let id = id.ok_or_else(|| self.error(&format!("expected ids below the {rows} rows of the embedding")))?;
-            (texts[id], kinds[id]) = (text.to_string(), kind);
+            texts[id] = text.to_string();
+            kinds[id] = kind;
             Ok(())
         };
         for (text, id) in self.file["model"]["vocab"].as_object().into_iter().flatten() {
@@ -97,10 +98,12 @@ impl Tokens<'_> {
         }
         let unknown = self.file["model"]["unk_token"].as_str();
         for (text, id, special) in self.added() {
-            let kind = match special {
-                _ if Some(text) == unknown => UNKNOWN,
-                true => CONTROL,
-                false => USER_DEFINED,
+            let kind = if Some(text) == unknown {
+                UNKNOWN
+            } else if special {
+                CONTROL
+            } else {
+                USER_DEFINED
             };
             set(text, id, kind)?;
         }
@@ -124,10 +127,10 @@ impl Tokens<'_> {
             ]
         };
         if is_bytes {
-            let found = signature(&self.file["pre_tokenizer"]);
+            let rules = signature(&self.file["pre_tokenizer"]);
             let name = Split::NAMES.iter().find(|name| {
                 Split::of(name).is_some_and(|split| {
-                    signature(&split.steps) == found && split.normalizer.is_null() == self.file["normalizer"].is_null()
+                    signature(&split.steps) == rules && split.normalizer.is_null() == self.file["normalizer"].is_null()
                 })
             });
             let name = name.ok_or_else(|| {
@@ -138,7 +141,7 @@ impl Tokens<'_> {
             let merges = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
             all.push(("tokenizer.ggml.merges", Meta::Texts(merges)));
         } else {
-            // The scores by which SentencePiece has these merges in this order.
+            // The scores for which SentencePiece makes these merges in this order.
             let mut ranks: HashMap<String, usize> = HashMap::new();
             for (rank, [a, b]) in merges.iter().enumerate() {
                 ranks.entry(format!("{a}{b}")).or_insert(rank);
@@ -188,7 +191,7 @@ impl Tokens<'_> {
         all
     }
 
-    /// Whether the rules put a special token before, and behind, a text.
+    /// Whether the rules put a special token before a text, and after it.
     fn around(&self) -> [bool; 2] {
         let processor = &self.file["post_processor"];
         let steps = processor["processors"].as_array().map_or_else(|| vec![processor], |steps| steps.iter().collect());

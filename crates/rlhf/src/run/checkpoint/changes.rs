@@ -1,7 +1,8 @@
-//! Settings that a later run may change: of a run that resumes from it, starts again in its place, or replays one of its updates.
+//! The settings of an earlier run that a later run may change when it resumes from it, starts again in its place, or replays one of its
+//! updates.
 
 use crate::run::inputs::reward_input;
-use crate::run::sizes::{GlobalSizes, ranks_of};
+use crate::run::sizes::{GlobalSizes, ranks_in_words};
 use rlhf_base::dist::num_ranks;
 use rlhf_base::schema::{Field, ResumeClass};
 use rlhf_base::{Error, Result};
@@ -16,7 +17,7 @@ pub(crate) trait RunSettings: Serialize {
     /// The descriptions of the settings, with what a resumed run may change.
     fn described(&self) -> Vec<Field>;
 
-    /// The name of a loss whose value for a row depends on the others of its micro-batch, if the run has one.
+    /// The name of a loss whose value for a row depends on the other rows of its micro-batch, if the run has such a loss.
     fn loss_of_micro_batches(&self) -> Option<&'static str> {
         None
     }
@@ -85,13 +86,13 @@ pub(crate) struct EarlierSettings<'a> {
     pub(super) config: &'a Map<String, Value>,
     /// The working directory of relative paths among them.
     pub(super) working_dir: Option<&'a Path>,
-    /// The digests of what the run has read, where those of the later run are compared with them: its paths may be others then.
+    /// The digests of the run's inputs, if they are compared with those of the later run, whose paths may then differ.
     pub(super) inputs: Option<&'a Value>,
 }
 
 impl<'a> EarlierSettings<'a> {
-    /// Returns the settings `config` in the folder `place`, of which nothing else is known: the run was one of `command`, by this version
-    /// and with these ranks.
+    /// Returns the settings `config` in the folder `place`. Nothing else is known of the run: it is taken to be a run of `command`, by this
+    /// version and with this number of ranks.
     pub(crate) fn of_config(place: &'a Path, command: &'a str, config: &'a Map<String, Value>) -> Self {
         let version = env!("CARGO_PKG_VERSION");
         Self { place, version, command, ranks: num_ranks(), config, working_dir: None, inputs: None }
@@ -185,13 +186,14 @@ impl<'a> EarlierSettings<'a> {
     /// Returns whether the batch sizes over all ranks are those of the checkpoint.
     ///
     /// # Errors
-    /// If they are not, and the settings that size a batch are not the same ones, or not for as many ranks.
+    /// If they differ, and cannot be compared by name because other settings size the batch or the number of ranks differs.
     fn check_sizes(&self, config: &Map<String, Value>, ranks: usize) -> Result<bool> {
         let sizes = (GlobalSizes::of(self.config, self.ranks), GlobalSizes::of(config, ranks));
         let (Some(then), Some(now)) = sizes else { return Ok(false) };
-        let has_own = |config: &Map<String, Value>| config.get("train_batch_size").is_some_and(Value::is_u64);
+        let has_train_batch_size =
+            |config: &Map<String, Value>| config.get("train_batch_size").is_some_and(Value::is_u64);
         // Settings of the same kind are compared by name.
-        if then == now || (self.ranks == ranks && has_own(self.config) == has_own(config)) {
+        if then == now || (self.ranks == ranks && has_train_batch_size(self.config) == has_train_batch_size(config)) {
             return Ok(then == now);
         }
         let dir = self.place.display();
@@ -200,11 +202,11 @@ impl<'a> EarlierSettings<'a> {
         Err(Error::Usage(format!("{found}: expected {expected}, as in {dir}: {fix}")))
     }
 
-    /// Returns a warning if the rows of a pass, or the ranks, are others than before.
+    /// Returns a warning if the number of rows per pass, or of ranks, has changed.
     fn passes_warning(&self, config: &Map<String, Value>, ranks: usize) -> Option<String> {
         let dir = self.place.display();
         if self.ranks != ranks {
-            let (then, now) = (ranks_of(self.ranks), ranks_of(ranks));
+            let (then, now) = (ranks_in_words(self.ranks), ranks_in_words(ranks));
             return Some(format!("{now}: it was {then} before {dir}, so that results may differ by rounding"));
         }
         let rows = |config| GlobalSizes::rows_per_pass(config).map_or("any number of".into(), |rows| rows.to_string());
@@ -224,8 +226,8 @@ pub(in crate::run) fn settings(config: &impl Serialize) -> Result<Map<String, Va
     }
 }
 
-/// Returns whether two values of a setting are the same; a path may be written in another way, and relative to another folder
-/// than `from`.
+/// Returns whether two values of a setting are the same. Paths may be written differently: the one of `then` is relative to `from`, the one of
+/// `now` to the working directory.
 fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
     if let (Value::Array(then), Value::Array(now)) = (then, now) {
         return then.len() == now.len() && then.iter().zip(now).all(|(then, now)| is_same(then, now, from));
@@ -235,8 +237,8 @@ fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
         || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
 }
 
-/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run, so that another path that is there, with
-/// the same contents, is the same.
+/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run. Another path that exists is then accepted, as
+/// the contents are compared.
 pub(crate) fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
     let has_digest =
         |name: &str| inputs.get(name).is_some_and(|input| !input["digest"].is_null() || input["files"].is_object());
@@ -263,11 +265,11 @@ pub(crate) fn is_compared_by_content(name: &str, then: &Value, now: &Value, inpu
     }
 }
 
-/// Returns the name of two rewards that differ by a path alone, of which that of `now` is there.
+/// Returns the name of the reward if `then` and `now` differ only by a path, and the path of `now` exists.
 fn reads_the_same_kind(then: &Value, now: &Value) -> Option<String> {
     let parts = |value: &Value| {
         let (kind, path) = value.as_str()?.split_once(':')?;
-        // The label of a model is no part of its path.
+        // The label of a model is not part of its path.
         let (path, label) = path.split_once('#').map_or((path, None), |(path, label)| (path, Some(label.to_string())));
         let is_read = ["model", "words"].contains(&kind.rsplit('=').next()?);
         is_read.then(|| (kind.to_string(), label, path.to_string()))
@@ -277,7 +279,7 @@ fn reads_the_same_kind(then: &Value, now: &Value) -> Option<String> {
     is_same.then(|| now.0.split('=').next().unwrap_or_default().to_string())
 }
 
-/// Returns whether two rewards are the command lines of one program at two places.
+/// Returns whether two rewards are command lines of the same program at different places.
 fn is_moved_reward(then: &Value, now: &Value, inputs: &Value) -> bool {
     let parts = |value: &Value| {
         let (kind, line) = value.as_str()?.split_once(':')?;
@@ -288,7 +290,7 @@ fn is_moved_reward(then: &Value, now: &Value, inputs: &Value) -> bool {
     then_kind == now_kind && is_moved_command(&then, &now, name, inputs)
 }
 
-/// Returns whether two command lines differ by the folders of scripts alone that are among the `inputs` of the reward `name`.
+/// Returns whether two command lines differ only by the folders of scripts that are among the `inputs` of the reward `name`.
 fn is_moved_command(then: &str, now: &str, name: &str, inputs: &Value) -> bool {
     let files = &inputs[reward_input(name)]["files"];
     let words = |line: &str| -> Vec<String> {
@@ -336,17 +338,17 @@ mod tests {
             "dataset_name": {"digest": "1"}, "sft_model_path": {"files": {}}, "reward mood": {"files": {}},
             "reward words": {"files": {}}, "reward model": {"files": {}}, "rows held out": {"digest": "2"},
         });
-        let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
+        let is_compared = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
         for name in ["dataset_name", "sft_model_path", "reward_model_path", "eval_dataset_name"] {
-            assert!(of(name, json!("a"), json!("/")), "{name}");
-            assert!(!of(name, json!("a"), Value::Null), "{name}");
-            assert!(!of(name, json!("a"), json!("/nowhere/at/all")), "{name}");
+            assert!(is_compared(name, json!("a"), json!("/")), "{name}");
+            assert!(!is_compared(name, json!("a"), Value::Null), "{name}");
+            assert!(!is_compared(name, json!("a"), json!("/nowhere/at/all")), "{name}");
         }
-        assert!(of("dataset_name", json!(["a"]), json!(["/"])));
-        assert!(!of("dataset_name", json!(["a"]), json!(["/", "/tmp"])));
-        assert!(!of("value_model_path", json!("a"), json!("/")), "no digest");
-        assert!(!of("seed", json!(1), json!(2)));
-        let rewards = |then: &str, now: &str| of("reward", json!(["json", then]), json!(["json", now]));
+        assert!(is_compared("dataset_name", json!(["a"]), json!(["/"])));
+        assert!(!is_compared("dataset_name", json!(["a"]), json!(["/", "/tmp"])));
+        assert!(!is_compared("value_model_path", json!("a"), json!("/")), "no digest");
+        assert!(!is_compared("seed", json!(1), json!(2)));
+        let rewards = |then: &str, now: &str| is_compared("reward", json!(["json", then]), json!(["json", now]));
         assert!(rewards("mood=model:a", "mood=model:/") && rewards("words:a.txt", "words:/"));
         assert!(rewards("mood=model:a#GOOD", "mood=model:/#GOOD"));
         for (then, now) in [
@@ -368,12 +370,12 @@ mod tests {
         let moved = format!("python3 '{}' --level 2", dir.path().join("judge.py").display());
         let files = json!({"files": {"judge.py": "1"}});
         let inputs = json!({"reward command": files, "reward mine": files});
-        let of = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
-        assert!(of("reward_command", json!("python3 old/judge.py --level 2"), json!(moved)));
+        let is_compared = |name: &str, then: Value, now: Value| is_compared_by_content(name, &then, &now, &inputs);
+        assert!(is_compared("reward_command", json!("python3 old/judge.py --level 2"), json!(moved)));
         for then in ["python3 old/judge.py --level 3", "python3 old/other.py --level 2", "python3 judge.py"] {
-            assert!(!of("reward_command", json!(then), json!(moved)), "{then}");
+            assert!(!is_compared("reward_command", json!(then), json!(moved)), "{then}");
         }
-        let rewards = |then: &str, kind: &str| of("reward", json!([then]), json!([format!("{kind}:{moved}")]));
+        let rewards = |then: &str, kind: &str| is_compared("reward", json!([then]), json!([format!("{kind}:{moved}")]));
         assert!(rewards("mine=command:python3 judge.py --level 2", "mine=command"));
         assert!(!rewards("mine=command:python3 judge.py --level 2", "other=command"));
         assert!(!rewards("other=command:python3 judge.py --level 2", "other=command"), "no digest");

@@ -1,4 +1,4 @@
-//! The folders of checkpoints and of the best model in `output_dir`: their names, and folders that appear and go by one rename.
+//! The folders of checkpoints and of the best model in `output_dir`: their names, and how each is created and removed by one rename.
 
 use super::{BEST, BEST_FILE};
 use rlhf_base::weights::sync;
@@ -14,7 +14,7 @@ const WRITING: &str = ".saving-";
 /// Prefix of a folder's name while it is removed.
 const LEAVING: &str = ".removing-";
 
-/// Creates the folder `dir/name` with what `write` writes to the folder that it gets: all of it, or nothing.
+/// Creates the folder `dir/name` with the files that `write` writes to the folder that it gets: all of them, or none.
 ///
 /// It is written under another name, flushed to the disk and renamed. An older folder of the name is renamed just before, and
 /// removed after.
@@ -23,12 +23,12 @@ pub(crate) fn commit(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result
     replace(dir, name, write)
 }
 
-/// [`commit`] in a folder that may hold those of others: of what a killed process left, only that of the name is removed, or gets its name
-/// back.
+/// [`commit`] in a folder that may have folders of other processes. Only leftovers of this name of a killed process are removed, or get the
+/// name back.
 pub(crate) fn commit_among_others(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let (beside, old) = (dir.join(format!("{WRITING}{name}")), dir.join(format!("{LEAVING}{name}")));
-    if beside.is_dir() {
-        fs::remove_dir_all(&beside).map_err(Error::io("remove", &beside))?;
+    let (writing, old) = (dir.join(format!("{WRITING}{name}")), dir.join(format!("{LEAVING}{name}")));
+    if writing.is_dir() {
+        fs::remove_dir_all(&writing).map_err(Error::io("remove", &writing))?;
     }
     if old.is_dir() && dir.join(name).exists() {
         fs::remove_dir_all(&old).map_err(Error::io("remove", &old))?;
@@ -40,20 +40,20 @@ pub(crate) fn commit_among_others(dir: &Path, name: &str, write: impl FnOnce(&Pa
 
 /// Writes the folder `dir/name` under another name, and renames it.
 fn replace(dir: &Path, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let (beside, place) = (dir.join(format!("{WRITING}{name}")), dir.join(name));
-    fs::create_dir(&beside).map_err(Error::io("create the folder", &beside))?;
-    if let Err(error) = write(&beside).and_then(|()| sync(&beside)) {
+    let (writing, place) = (dir.join(format!("{WRITING}{name}")), dir.join(name));
+    fs::create_dir(&writing).map_err(Error::io("create the folder", &writing))?;
+    if let Err(error) = write(&writing).and_then(|()| sync(&writing)) {
         // The disk may be full.
-        let _ = fs::remove_dir_all(&beside);
+        let _ = fs::remove_dir_all(&writing);
         return Err(error);
     }
     let old = dir.join(format!("{LEAVING}{name}"));
     if place.exists() {
         fs::rename(&place, &old).map_err(Error::io("rename", &place))?;
     }
-    fs::rename(&beside, &place).map_err(Error::io("write", &place))?;
+    fs::rename(&writing, &place).map_err(Error::io("write", &place))?;
     fs::File::open(dir).and_then(|dir| dir.sync_all()).map_err(Error::io("write to the disk", dir))?;
-    // `clear` finds what is left of it.
+    // `clear` removes it if this fails.
     let _ = fs::remove_dir_all(&old);
     Ok(())
 }
@@ -86,7 +86,7 @@ pub(crate) fn clear(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the folders in `dir` that have names of checkpoints or of the best model, whatever is in them.
+/// Returns the folders in `dir` that have the name of a checkpoint or of the best model, with any contents.
 pub(crate) fn places(dir: &Path) -> Result<Vec<PathBuf>> {
     let best = dir.join(BEST);
     let checkpoints = numbered(dir)?.into_iter().map(|number| dir.join(name_of(number)));
@@ -105,7 +105,7 @@ pub(crate) fn newest(dir: &Path) -> Option<PathBuf> {
     Some(dir.join(name_of(numbered(dir).ok()?.pop()?)))
 }
 
-/// Returns whether there is a checkpoint in `dir`, whole or not.
+/// Returns whether there is a checkpoint in `dir`, complete or not.
 pub fn has_checkpoint(dir: &Path) -> bool {
     newest(dir).is_some()
 }
@@ -139,16 +139,16 @@ pub(super) fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Adds every file below `dir` with its size to `found`, by its path with the prefix `below`.
-pub(super) fn sizes(dir: &Path, below: &str, found: &mut BTreeMap<String, u64>) -> Result<()> {
+/// Adds every file below `dir` with its size to `files`. Its name there is its path with the prefix `below`.
+pub(super) fn sizes(dir: &Path, below: &str, files: &mut BTreeMap<String, u64>) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(Error::io("read the folder", dir))? {
         let entry = entry.map_err(Error::io("read the folder", dir))?;
         let name = format!("{below}{}", entry.file_name().to_string_lossy());
         let meta = fs::metadata(entry.path()).map_err(Error::io("read", entry.path()))?;
         if meta.is_dir() {
-            sizes(&entry.path(), &format!("{name}/"), found)?;
+            sizes(&entry.path(), &format!("{name}/"), files)?;
         } else {
-            found.insert(name, meta.len());
+            files.insert(name, meta.len());
         }
     }
     Ok(())

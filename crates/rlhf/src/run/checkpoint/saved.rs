@@ -1,4 +1,4 @@
-//! Runs as their files have them: a checkpoint to resume from, a finished run, and the record of one update.
+//! Runs as read from their files: a checkpoint to resume from, a finished run, and the record of one update.
 
 use super::changes::{Change, EarlierSettings, Length, RunSettings, settings};
 use super::folders::{PREFIX, sizes};
@@ -43,7 +43,7 @@ impl Saved {
         self.settings().check(command, config, length)
     }
 
-    /// The settings of the run. Paths of what has digests may be others: [`Saved::check_inputs`] compares the contents.
+    /// The settings of the run. Paths of inputs with digests may differ, because [`Saved::check_inputs`] compares the contents.
     fn settings(&self) -> EarlierSettings<'_> {
         EarlierSettings { inputs: self.part("inputs").ok(), ..self.state.settings(&self.dir) }
     }
@@ -81,8 +81,7 @@ impl Saved {
         Err(Error::invalid(&self.dir, message))
     }
 
-    /// Returns warnings if libtorch now computes with another number of threads, or the environment has other variables on which results
-    /// depend.
+    /// Returns warnings if the number of libtorch's threads, or environment variables on which results depend, have changed.
     pub(crate) fn machine_warnings(&self) -> Vec<String> {
         let (then, now) = (self.state.threads, tch::get_num_threads());
         let dir = self.dir.display();
@@ -114,7 +113,7 @@ impl Saved {
     }
 }
 
-/// A finished run, one stage of a pipeline that continues: its state is beside its model.
+/// A finished run, as a stage of a pipeline that is continued. Its state is next to its model.
 #[derive(Debug)]
 pub(crate) struct FinishedRun {
     /// Its folder.
@@ -154,7 +153,7 @@ impl FinishedRun {
         write_text(&self.dir.join(STATE), &pretty(&json!(self.state)))
     }
 
-    /// Reads what [`FinishedRun::record`] wrote to the folder `dir`, if it did.
+    /// Reads the record that [`FinishedRun::record`] wrote to the folder `dir`, if there is one.
     ///
     /// # Errors
     /// As [`Saved::read`].
@@ -163,8 +162,8 @@ impl FinishedRun {
         recorded.then(|| Ok(Self { dir: dir.to_path_buf(), state: State::read_complete(dir)? })).transpose()
     }
 
-    /// Checks that the run may be skipped, as one with the settings `config` would have them too, also for its length; returns warnings
-    /// about harmless differences.
+    /// Checks that the run may be skipped because a run with the settings `config` would give the same result, also with the same length.
+    /// Returns warnings about harmless differences.
     ///
     /// # Errors
     /// As [`Saved::check`].
@@ -183,7 +182,8 @@ impl FinishedRun {
     }
 }
 
-/// The record of an update in its rollout file: the settings and the state that it needs beside its responses and the checkpoint before it.
+/// The record of an update in its rollout file: the settings and the state that a replay needs besides the responses and the checkpoint
+/// before the update.
 #[derive(Debug)]
 pub(crate) struct UpdateRecord {
     /// The rollout file.
@@ -214,8 +214,8 @@ impl UpdateRecord {
     }
 }
 
-/// Returns a warning about `inputs` of which `state`, that of the run in the folder `dir`, has other digests, and about products of another
-/// precision.
+/// Returns a warning about `inputs` whose digests differ from those in `state`, the state of the run in the folder `dir`, and about a changed
+/// precision of products.
 ///
 /// # Errors
 /// If there are such inputs, unless they `may_change`.
@@ -275,10 +275,10 @@ mod tests {
             let compared = Compared::new(&config).unwrap();
             settings.check_with_ranks("sft", &compared, ranks, Length::Kept).map_err(|error| error.to_string())
         };
-        // 16 rows by 1 rank.
+        // 16 rows on 1 rank.
         assert_eq!(check(&saved, 1, None, Some(8), 2).unwrap(), [""; 0]);
         assert_eq!(check(&saved, 1, None, None, 2).unwrap(), [""; 0]);
-        let rounding = |found: &[String], start: &str| found.len() == 1 && found[0].starts_with(start);
+        let rounding = |warnings: &[String], start: &str| warnings.len() == 1 && warnings[0].starts_with(start);
         assert!(rounding(
             &check(&saved, 1, Some(16), None, 1).unwrap(),
             "any number of rows per pass: it was 8 before"

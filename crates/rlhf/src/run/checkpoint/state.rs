@@ -1,4 +1,4 @@
-//! The content of `trainer_state.json`, the state of a run after an update beside weights and optimizers.
+//! The content of `trainer_state.json`: the state of a run after an update, except weights and optimizers.
 
 use super::STATE;
 use super::changes::{EarlierSettings, settings};
@@ -27,7 +27,7 @@ pub(crate) struct State {
     pub(crate) update: usize,
     /// Updates of the whole run.
     pub(crate) num_updates: usize,
-    /// Threads that libtorch computed with: sums depend on them.
+    /// Number of threads of libtorch, on which sums depend.
     pub(crate) threads: i32,
     /// Variables of the environment on which results depend.
     pub(super) environment: Environment,
@@ -35,7 +35,7 @@ pub(crate) struct State {
     pub(crate) ranks: usize,
     /// Metrics of the last update that the model card shows.
     pub(crate) metrics: Map<String, Value>,
-    /// Resumable state of each part of the run beside weights and optimizers, by the part's name.
+    /// Resumable state of each part of the run except weights and optimizers, by the part's name.
     pub(crate) state: Map<String, Value>,
     /// Every setting.
     pub(crate) config: Map<String, Value>,
@@ -47,7 +47,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Returns the state of the run of `command` after `update` of `num_updates` updates, without that of its parts.
+    /// Returns the state of the run of `command` after `update` of `num_updates` updates, without the states of its parts.
     pub(super) fn new(command: &str, update: usize, num_updates: usize, config: Map<String, Value>) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -60,7 +60,7 @@ impl State {
             metrics: Map::new(),
             state: Map::new(),
             config,
-            // JSON has no paths but those in UTF-8.
+            // JSON has only paths in UTF-8.
             working_dir: std::env::current_dir().ok().filter(|dir| dir.to_str().is_some()),
             files: BTreeMap::new(),
         }
@@ -166,7 +166,7 @@ impl State {
     }
 }
 
-/// The part of a run's state that no update changes, of every trainer.
+/// The part of a run's state that no update changes, the same type for every trainer.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct FixedState {
     /// The size of micro-batches.
@@ -229,7 +229,7 @@ impl<'de> Deserializer<'de> for NamedPart<'de> {
     }
 }
 
-/// Reads a part of a state that a run can do without: one of another form is its default.
+/// Reads an optional part of a state: if it has another form, the default is returned.
 pub(crate) fn or_default<'de, D: Deserializer<'de>, T: DeserializeOwned + Default>(part: D) -> Result<T, D::Error> {
     Ok(serde_json::from_value(Value::deserialize(part)?).unwrap_or_default())
 }

@@ -87,7 +87,7 @@ impl Setting for HubToken {
 }
 
 impl HubConfig {
-    /// Checks every setting of a run whose best model is by this metric.
+    /// Checks every setting of a run whose best model is chosen by this metric.
     pub(crate) fn check(&self, metric_for_best_model: Option<&String>) -> Result<()> {
         let name = |name: &String| {
             expect(is_hub_name(name), name_of!(self.hub_model_id), name, "a name on the hub, such as me/my-model")
@@ -116,7 +116,8 @@ impl HubConfig {
 
     /// Returns the place on the hub, if the run pushes.
     pub(crate) fn destination(&self) -> Option<Destination> {
-        let (name, revision) = (self.hub_model_id.clone()?, self.hub_revision.clone());
+        let name = self.hub_model_id.clone()?;
+        let revision = self.hub_revision.clone();
         self.push_to_hub.then_some(Destination { name, revision, private: self.hub_private_repo })
     }
 

@@ -24,7 +24,8 @@ impl AlarmFile {
     /// # Errors
     /// If it cannot be read or written.
     pub(crate) fn open(dir: &Path, reached: Reached) -> Result<Self> {
-        let (path, place) = (dir.join(ALARMS), (reached.rollbacks, reached.updates));
+        let path = dir.join(ALARMS);
+        let place = (reached.rollbacks, reached.updates);
         let number = |line: &Value, name: &str| line[name].as_u64().map(|number| number as usize);
         keep_lines(&path, |line| {
             let step = number(line, "step").filter(|_| reached.updates > 0);
@@ -56,7 +57,7 @@ impl AlarmFile {
         }
         let append = || {
             let mut file = OpenOptions::new().create(true).append(true).open(&self.path)?;
-            // In one write: a kill leaves no incomplete line with another after it.
+            // One write, so that a kill cannot leave an incomplete line with another line after it.
             file.write_all(format!("{line}\n").as_bytes())?;
             file.sync_data()
         };

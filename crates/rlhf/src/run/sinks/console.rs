@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 pub enum Console {
     /// For a terminal: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
     Person,
-    /// For a program or a log: the lines of `metrics.jsonl` on standard output too, in seven significant digits; on standard error all that
-    /// [`Console::Person`] has but the tables, and without a bar where that is no terminal.
+    /// For a program or a log: the lines of `metrics.jsonl` on standard output instead of tables, in seven significant digits. Standard error
+    /// is as with [`Console::Person`], but has no bar if it is no terminal.
     Program,
     /// No console output: files only, the default of the library.
     Silent,
@@ -81,10 +81,11 @@ impl ConsoleOutput {
         let began = Instant::now();
         let status = BarStatus { phase: "", watched: Vec::new(), began: (began, done), reached: None };
         let status = Arc::new(Mutex::new(status));
-        // Where standard error is no terminal the bar hides itself.
+        // The bar is hidden if standard error is no terminal.
         let hidden = hides_bar || console == Console::Silent || !Stream::Err.moves_cursor();
         let target = if hidden { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-        let (shared, colours) = (status.clone(), Stream::Err.has_colours());
+        let shared = status.clone();
+        let colours = Stream::Err.has_colours();
         let line = move |state: &ProgressState, to: &mut dyn std::fmt::Write| {
             let line = BarLine {
                 status: unpoisoned(&shared).clone(),
@@ -102,13 +103,13 @@ impl ConsoleOutput {
         bar.set_position(done as u64);
         if !hidden {
             *unpoisoned(&BAR) = Some(bar.downgrade());
-            // The clock moves during a long update too.
+            // So that the clock moves during a long update too.
             bar.enable_steady_tick(Duration::from_millis(500));
         }
         Self { dir: dir.to_path_buf(), console, bar, status, began, driver: None }
     }
 
-    /// Tells a driver what the run is doing, too.
+    /// Tells the phases of the run to a driver too.
     pub(crate) fn tell_phases(&mut self, driver: Arc<Outgoing>) {
         self.driver = Some(driver);
     }
@@ -148,7 +149,7 @@ impl ConsoleOutput {
         self.bar.tick();
     }
 
-    /// Starts the clock of the updates: what comes before is in no estimate.
+    /// Starts the clock of the updates. The time before is not part of any estimate.
     pub(crate) fn start_updates(&self) {
         unpoisoned(&self.status).began.0 = Instant::now();
     }
@@ -157,17 +158,19 @@ impl ConsoleOutput {
     /// After the first update estimates how long the rest will take.
     pub(crate) fn advance(&self, watched: Vec<String>) {
         let now = Instant::now();
-        let (total, expected) = (self.bar.length().unwrap_or(0) as usize, {
+        let total = self.bar.length().unwrap_or(0) as usize;
+        let expected = {
             let mut status = unpoisoned(&self.status);
             let is_first = status.reached.is_none();
             let done = status.reached.map_or(status.began.1, |(_, done)| done) + 1;
             status.watched = watched;
             status.reached = Some((now, done));
             is_first.then(|| (done, now.duration_since(status.began.0)))
-        });
+        };
         self.bar.inc(1);
         if let Some((done, took)) = expected.filter(|(done, _)| *done < total) {
-            let (left, each) = (total - done, terminal::about(took));
+            let left = total - done;
+            let each = terminal::about(took);
             let all = terminal::about(took.mul_f64(left as f64));
             let updates = if left == 1 { "the one left".into() } else { format!("the {left} left") };
             self.note(&format!("update {done} took {each}; {updates} will take about {all}"));
@@ -187,7 +190,7 @@ impl ConsoleOutput {
         }
     }
 
-    /// Writes which checks of the run's numbers have passed, also where only a program reads.
+    /// Writes which checks of the run's numbers have passed, also if only a program reads the output.
     pub(crate) fn checked(&self, message: &str) {
         if self.console != Console::Silent {
             self.write(&Stream::Err.labelled("checks", Colour::Green, &one_line(message)));
@@ -236,7 +239,7 @@ impl ConsoleOutput {
         });
     }
 
-    /// Standard output is a copy of what the files hold: when its reader goes away (`| head`), the run continues.
+    /// Writes to standard output, which is a copy of the files' contents: if its reader goes away (`| head`), the run continues.
     fn print(&self, text: &str) {
         self.bar.suspend(|| {
             let _ = writeln!(std::io::stdout(), "{text}");
@@ -250,7 +253,7 @@ impl Drop for ConsoleOutput {
     }
 }
 
-/// Contents of the progress bar beside the updates done.
+/// Contents of the progress bar other than the updates done.
 #[derive(Debug, Clone)]
 struct BarStatus {
     /// Current phase of the run.
@@ -264,9 +267,10 @@ struct BarStatus {
 }
 
 impl BarStatus {
-    /// Returns the time that the updates to `total` will take by the mean of those done; unknown before the first one is done.
+    /// Returns the time that the updates up to `total` will take, estimated from the mean of those done; `None` before the first is done.
     fn left(&self, total: usize, now: Instant) -> Option<Duration> {
-        let ((at, done), (began, first)) = (self.reached?, self.began);
+        let (at, done) = self.reached?;
+        let (began, first) = self.began;
         let each = at.duration_since(began).div_f64(done.checked_sub(first).filter(|&done| done > 0)? as f64);
         let left = each.mul_f64(total.saturating_sub(done) as f64);
         Some(left.saturating_sub(now.duration_since(at)))
@@ -291,7 +295,7 @@ struct BarLine {
 }
 
 impl BarLine {
-    /// Returns the text of the line; what does not fit is left out, the least important first.
+    /// Returns the text of the line. If it does not fit, the least important parts are left out.
     fn text(&self) -> String {
         let (done, total) = (self.done, self.total);
         let columns = match self.width {
@@ -301,8 +305,8 @@ impl BarLine {
         };
         let full = (columns * done.min(total)).checked_div(total).unwrap_or(0);
         let left = self.status.left(total, self.now).map_or("--".into(), terminal::clock);
-        let of = total.to_string();
-        let count = format!("{done:>0$}/{of}", of.len());
+        let total_text = total.to_string();
+        let count = format!("{done:>0$}/{total_text}", total_text.len());
         let rest = format!(" {count} [{}, {left} left] ", terminal::clock(self.elapsed));
         let room = (self.width.saturating_sub(1)).saturating_sub(columns + rest.len());
         let mut tail = format!("{:PHASE$}", self.status.phase);
@@ -319,7 +323,7 @@ impl BarLine {
     }
 }
 
-/// The progress bar on the terminal, if there is one: other output has to stand above it.
+/// The progress bar on the terminal, if there is one. Other output has to be written above it.
 static BAR: Mutex<Option<WeakProgressBar>> = Mutex::new(None);
 
 fn current_bar() -> Option<ProgressBar> {
@@ -444,7 +448,7 @@ mod tests {
         };
         let first = line(&status, 80, after(60));
         assert!(first.ends_with("  3/10 [1:01, -- left] sampling"), "{first}");
-        // Two updates of a run that started at the third took 10 s each; 5 are left, one of them is 4 s old.
+        // Two updates of a run that started at the third took 10 s each; 5 are left, one of which has run for 4 s.
         status.reached = Some((after(20), 5));
         assert_eq!(status.left(10, after(24)), Some(Duration::from_secs(46)));
         assert_eq!(status.left(10, after(200)), Some(Duration::ZERO));
@@ -524,7 +528,7 @@ mod tests {
         let table = "                 start   end\n  loss             2.5  1.23\n  held-out loss            3\n";
         assert_eq!(changes(lines, &numbers), format!("{table}{words}"));
         assert_eq!(changes("", &numbers), "");
-        // Of groups, by TRL's names; 20 updates are two in each mean.
+        // A run of groups has TRL's names; of 20 updates, two are in each mean.
         let line = |step: u32| {
             let (score, error) = (f64::from(step) / 10.0, 0.05);
             let held_out = if step.is_multiple_of(10) {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The environment variable with the path of the driver's socket.
 const VARIABLE: &str = "RLHF_DRIVER";
-/// Version of the protocol. It changes where a driver that knows an older one would be wrong, not where something is added.
+/// Version of the protocol. It changes if a driver for an older version would be wrong, not if something is added.
 const PROTOCOL: u32 = 1;
 
 /// Wishes of a driver after an update.
@@ -44,16 +44,16 @@ pub(crate) struct Driver {
     replies_to_steps: bool,
 }
 
-/// The lines to a driver. What cannot be written is left out: [`Driver::ask`] finds that the driver is gone.
+/// The lines to a driver. A line that cannot be written is dropped: [`Driver::ask`] notices that the driver is gone.
 pub(crate) struct Outgoing(Mutex<UnixStream>);
 
 impl Outgoing {
-    /// Writes a line; returns whether the driver is there.
+    /// Writes a line; returns whether the driver is still connected.
     fn write(&self, line: &Value) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(format!("{line}\n").as_bytes()).is_ok()
     }
 
-    /// Tells what the run is doing.
+    /// Tells the current phase of the run.
     pub(crate) fn phase(&self, phase: &str) {
         self.write(&json!({"event": "phase", "phase": phase}));
     }
@@ -86,7 +86,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The lines to the driver, for what is no event.
+    /// The lines to the driver, for messages that are no events.
     pub(crate) fn lines(&self) -> Arc<Outgoing> {
         self.lines.clone()
     }
@@ -127,7 +127,7 @@ impl Driver {
                 json!({"event": "rolled_back", "step": step, "to": to, "message": message})
             }
             Event::Saved { dir } => json!({"event": "saved", "dir": dir}),
-            // It is in a file of the run.
+            // Rollouts are in files of the run.
             Event::Rollout { .. } => return,
         };
         self.lines.write(&line);
@@ -140,12 +140,12 @@ impl Driver {
     }
 }
 
-/// Returns whether a program of Python drives this process: it has written the configuration file.
+/// Returns whether a Python program drives this process. It has then written the configuration file.
 pub fn has_driver() -> bool {
     std::env::var_os(VARIABLE).is_some()
 }
 
-/// Tells the driver of this process, if it has one, the line of an error that ends the program; before a run begins too.
+/// Tells the driver of this process, if it has one, the error that ends the program, also before a run begins.
 pub fn report_error(message: &str) {
     let Some(path) = std::env::var_os(VARIABLE) else { return };
     if let Ok(mut stream) = UnixStream::connect(path) {
@@ -165,7 +165,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("driver");
         let listener = UnixListener::bind(&path).unwrap();
-        let of_driver = thread::spawn(move || {
+        let driver_thread = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut lines = BufReader::new(stream.try_clone().unwrap()).lines().map(|line| line.unwrap());
             let mut heard = vec![lines.next().unwrap()];
@@ -181,7 +181,7 @@ mod tests {
         driver.receive(&Event::Update { step: 3, metrics: &metrics });
         assert_eq!(driver.ask(4), Some(Asked { save: true, ..Asked::default() }));
         let heard: Vec<Value> =
-            of_driver.join().unwrap().iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+            driver_thread.join().unwrap().iter().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(heard[0], json!({"event": "begin", "protocol": PROTOCOL, "total": 9}));
         assert_eq!(heard[1], json!({"event": "phase", "phase": "training"}));
         assert_eq!(heard[2], json!({"event": "log", "step": 3, "metrics": {"loss": 0.5}}));

@@ -49,7 +49,7 @@ impl Jsonl {
             Ok(metadata) => metadata.len(),
             Err(error) => return Err(io(error)),
         };
-        // In one write: a kill leaves no incomplete line with another after it.
+        // One write, so that a kill cannot leave an incomplete line with another line after it.
         if let Err(error) = self.file.write_all(self.unwritten.as_bytes()) {
             let _ = self.file.set_len(whole);
             return Err(io(error));
@@ -72,7 +72,7 @@ fn cut_lines(path: &Path, key: &str, most: Option<usize>) -> Result<()> {
     keep_lines(path, |line| line[key].as_f64().zip(most).is_some_and(|(number, most)| number <= most as f64))
 }
 
-/// Removes, by a rename, the lines of a JSONL file but those that are `kept`, and incomplete lines; a file that is not there has none.
+/// Removes all lines of a JSONL file that `kept` does not accept, and incomplete lines, by a rename. A missing file is left as it is.
 pub(super) fn keep_lines(path: &Path, kept: impl Fn(&Value) -> bool) -> Result<()> {
     let bytes = match std::fs::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),

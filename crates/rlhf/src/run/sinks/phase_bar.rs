@@ -1,4 +1,4 @@
-//! A progress bar for work that is counted in rows, beside or before the updates of a run.
+//! A progress bar for work that is counted in rows, during or before the updates of a run.
 
 use crate::run::Console;
 use crate::terminal::{Stream, about};

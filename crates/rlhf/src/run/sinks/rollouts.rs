@@ -58,14 +58,14 @@ type Column<'a> = (&'a str, Values<'a>);
 enum Values<'a> {
     Numbers(Vec<i64>),
     Texts(Vec<&'a str>),
-    /// Texts that no other part of the run has.
+    /// Texts that were made for the file.
     MadeTexts(Vec<String>),
     /// Null where there is none.
     Scores(Vec<Option<f64>>),
     /// Named scores in one struct.
     Struct(Vec<(&'a str, Vec<Option<f64>>)>),
     Ids(Vec<&'a [i64]>),
-    /// Lists of numbers that no other part of the run has.
+    /// Lists of numbers that were made for the file.
     Made(Vec<Vec<i64>>),
     Floats(Vec<&'a [f32]>),
     Doubles(Vec<&'a [f64]>),
@@ -74,7 +74,8 @@ enum Values<'a> {
 /// Returns the columns of the rollout of update `step`.
 fn columns(step: usize, rollout: &Rollout) -> Vec<Column<'_>> {
     let rows = &rollout.rows;
-    let numbers = |of: &dyn Fn(usize) -> usize| Values::Numbers((0..rows.len()).map(|row| of(row) as i64).collect());
+    let numbers =
+        |value: &dyn Fn(usize) -> usize| Values::Numbers((0..rows.len()).map(|row| value(row) as i64).collect());
     let finish = |finish| match finish {
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
@@ -117,13 +118,14 @@ fn columns(step: usize, rollout: &Rollout) -> Vec<Column<'_>> {
         columns.push(("kept_ids", Values::Made(kept.iter().map(|row| row.concat()).collect())));
     }
     let turns: Option<Vec<&RolloutTurns>> = rows.iter().map(|row| row.turns.as_ref()).collect();
-    columns.extend(turns.into_iter().flat_map(|turns| columns_of_turns(&turns)));
+    columns.extend(turns.into_iter().flat_map(|turns| turn_columns(&turns)));
     columns
 }
 
 /// Returns the columns of a rollout with an environment.
-fn columns_of_turns<'a>(turns: &[&'a RolloutTurns]) -> [Column<'a>; 6] {
-    let count = |of: fn(&RolloutTurns) -> usize| Values::Numbers(turns.iter().map(|turns| of(turns) as i64).collect());
+fn turn_columns<'a>(turns: &[&'a RolloutTurns]) -> [Column<'a>; 6] {
+    let count =
+        |value: fn(&RolloutTurns) -> usize| Values::Numbers(turns.iter().map(|turns| value(turns) as i64).collect());
     let spans =
         |turns: &&RolloutTurns| turns.inserted.iter().flat_map(|span| [span.start as i64, span.end as i64]).collect();
     let messages = turns.iter().map(|turns| Value::from(turns.messages.as_slice()).to_string());
@@ -322,12 +324,12 @@ mod tests {
             files.receive(&Event::Rollout { step, limit: Some(3), rollout: &rollout }).unwrap();
         }
         std::fs::write(dir.path().join("rollouts/mine.parquet"), "").unwrap();
-        let of = |steps: std::ops::RangeInclusive<usize>| -> Vec<String> {
+        let file_names = |steps: std::ops::RangeInclusive<usize>| -> Vec<String> {
             let files = steps.map(|step| format!("update-{step:06}.parquet"));
             std::iter::once("mine.parquet".into()).chain(files).collect()
         };
-        assert_eq!(names(), of(2..=4));
+        assert_eq!(names(), file_names(2..=4));
         RolloutFiles::open(dir.path(), 3).unwrap();
-        assert_eq!(names(), of(2..=3));
+        assert_eq!(names(), file_names(2..=3));
     }
 }

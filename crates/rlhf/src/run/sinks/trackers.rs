@@ -72,10 +72,9 @@ pub(crate) struct Trackers {
 impl Trackers {
     /// Returns the trackers of the run of `command` that `run` sets; they are started by [`Trackers::start`].
     pub(crate) fn new(run: &RunConfig, command: &'static str, reached: Reached, console: Console) -> Self {
-        let (config, dir) = (run.tracking.clone(), run.output_dir.clone());
         Self {
-            config,
-            dir,
+            config: run.tracking.clone(),
+            dir: run.output_dir.clone(),
             command,
             reached,
             console,
@@ -94,7 +93,7 @@ impl Trackers {
         let ids = Arc::new(Ids::read(&self.dir));
         let mut commands = 0;
         for (tracker, may_lack) in self.config.programs() {
-            // A command line may hold a secret, so it is no name.
+            // A command line may hold a secret, so it is not used as a name.
             let name = match &tracker {
                 ReportTo::Command(_) => {
                     commands += 1;
@@ -164,7 +163,7 @@ impl Trackers {
         self.running.iter_mut().for_each(|process| process.send(&line));
     }
 
-    /// Returns the line about a saved folder, with the metric of the best model if it is that one.
+    /// Returns the line about a saved folder, with the metric of the best model if the folder holds that model.
     fn saved(&mut self, dir: &Path) -> Value {
         let best = crate::run::best::read(dir);
         let kind = match (dir == self.dir, &best) {
@@ -209,13 +208,13 @@ impl Trackers {
 }
 
 impl Drop for Trackers {
-    /// Ends the trackers' runs as failed where nothing else has ended them.
+    /// Ends the trackers' runs as failed, if nothing else has ended them.
     fn drop(&mut self) {
         self.end(Outcome::Failed, None);
     }
 }
 
-/// Returns the line with a table of responses, without what is of each token: text, log-probability, whether it was sampled.
+/// Returns the line with a table of responses, without the data of single tokens: text, log-probability, whether it was sampled.
 fn table(step: usize, episode: usize, source: &str, samples: &[Sample]) -> Value {
     let row = |sample: &Sample| {
         let mut row = serde_json::to_value(sample).expect("a sample has a JSON form");
@@ -231,7 +230,7 @@ fn table(step: usize, episode: usize, source: &str, samples: &[Sample]) -> Value
 /// Returns the maximum wait at the end of a run.
 ///
 /// # Errors
-/// If the variable has another text than a number of seconds: the text.
+/// The text of the variable, if it is not a number of seconds.
 fn end_wait() -> Result<Duration, String> {
     let Some(text) = std::env::var(TIMEOUT).ok().filter(|text| !text.is_empty()) else { return Ok(END_WAIT) };
     let seconds = text.trim().parse::<f64>().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());

@@ -13,11 +13,11 @@ pub(super) struct Ids {
 }
 
 impl Ids {
-    /// Reads the ids of the run in the folder `dir`; there are none where the file is missing or is not as written.
+    /// Reads the ids of the run in the folder `dir`. There are none if the file is missing or damaged.
     pub(super) fn read(dir: &Path) -> Self {
         let path = dir.join(TRACKERS);
-        let found = if path.is_file() { read_json(&path).ok() } else { None };
-        let by_name = Mutex::new(found.and_then(|ids| ids.as_object().cloned()).unwrap_or_default());
+        let saved = if path.is_file() { read_json(&path).ok() } else { None };
+        let by_name = Mutex::new(saved.and_then(|ids| ids.as_object().cloned()).unwrap_or_default());
         Self { path, by_name }
     }
 

@@ -56,7 +56,7 @@ pub(super) struct Shared {
     name: String,
     console: Console,
     ids: Arc<Ids>,
-    /// Whether it is no failure that the Python package is missing.
+    /// Whether the Python package may be missing.
     may_lack: bool,
     /// Whether the last line is sent.
     ending: AtomicBool,
@@ -82,7 +82,7 @@ impl Process {
             command.env_remove(name);
         }
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // A group of its own: Ctrl-C must not end the tracker before it has written the end of the run.
+        // The tracker has its own process group: Ctrl-C must not end it before it has written the end of the run.
         match command.process_group(0).spawn() {
             Ok(child) => Some(Self::follow(child, Arc::new(shared), is_python)),
             Err(error) => {
@@ -97,7 +97,8 @@ impl Process {
 
     /// Starts the threads of the process `child`, and sends it the program that it runs, if it is Python.
     fn follow(mut child: Child, shared: Arc<Shared>, is_python: bool) -> Self {
-        let (pid, waiting) = (child.id(), Arc::new(AtomicUsize::new(0)));
+        let pid = child.id();
+        let waiting = Arc::new(AtomicUsize::new(0));
         let (lines, to_write) = channel::<Vec<u8>>();
         let (end_of_output, output_end) = channel::<()>();
         let (has_exited, exited) = channel::<()>();
@@ -106,7 +107,7 @@ impl Process {
             let waiting = waiting.clone();
             thread::spawn(move || {
                 let program = if is_python { loaded(TRACKER) } else { String::new() };
-                // The exit of the process is found by the thread that waits for it.
+                // If the process has exited, the thread that waits for it notices.
                 let _ = stdin.write_all(program.as_bytes());
                 to_write.iter().for_each(|line: Vec<u8>| {
                     let _ = stdin.write_all(&line).and_then(|()| stdin.flush());
@@ -115,7 +116,8 @@ impl Process {
             });
         }
         if let Some(stdout) = child.stdout.take() {
-            let (shared, end) = (shared.clone(), end_of_output.clone());
+            let shared = shared.clone();
+            let end = end_of_output.clone();
             thread::spawn(move || {
                 read_lines(stdout, |line| shared.reply(line));
                 drop(end);
@@ -148,11 +150,11 @@ impl Process {
         &self.shared.name
     }
 
-    /// Appends a line to the queue. Where too much waits already, the line is lost, and the first time there is a warning.
+    /// Appends a line to the queue. If too much is waiting already, this line and all later ones are dropped, with one warning.
     pub(super) fn send(&mut self, line: &Value) {
         let bytes = self.shared.numbered(line);
         if self.waiting.load(Ordering::SeqCst) + bytes.len() > MOST_WAITING {
-            // The next lines would leave a gap, so there are none.
+            // Later lines would come after a gap, so none are sent.
             if self.lines.take().is_some() {
                 self.shared.warn(&format!("it takes no more data; {}", goes_through()));
             }
@@ -222,14 +224,14 @@ impl Shared {
         format!("{line}\n").into_bytes()
     }
 
-    /// Writes a warning about the tracker, unless there were enough.
+    /// Writes a warning about the tracker, up to [`MOST_WARNINGS`].
     fn warn(&self, message: &str) {
         if self.warnings.fetch_add(1, Ordering::SeqCst) < MOST_WARNINGS {
             self.console.announce_warning(&format!("{}: {}", self.name, safe(message)));
         }
     }
 
-    /// Writes a note of the tracker, unless there were enough.
+    /// Writes a note of the tracker, up to [`MOST_NOTES`].
     fn note(&self, message: &str) {
         let message = match self.notes.fetch_add(1, Ordering::SeqCst) {
             before if before < MOST_NOTES => safe(message),
@@ -240,7 +242,7 @@ impl Shared {
         self.console.announce_note(&format!("{}: {message}", self.name));
     }
 
-    /// Takes a line that the process has written; lines of another form are ignored.
+    /// Handles a line that the process has written. Lines that are no replies are ignored.
     fn reply(&self, line: &[u8]) {
         let Ok(Value::Object(reply)) = serde_json::from_slice(line) else { return };
         let text = |name: &str| reply.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
@@ -279,7 +281,7 @@ impl Shared {
         }
     }
 
-    /// Warns of a process that has exited before its time, or with an error that it has not reported.
+    /// Warns of a process that exited too early, or with an error that it did not report.
     fn exited(&self, status: Option<ExitStatus>, stderr_tail: &str) {
         let ending = self.ending.load(Ordering::SeqCst);
         let fine =
@@ -301,7 +303,8 @@ impl Shared {
 
 /// Calls `take` with every line, until the end of input. The rest of a line of more than [`MOST_REPLY`] bytes is skipped.
 fn read_lines(from: impl Read, mut take: impl FnMut(&[u8])) {
-    let (mut from, mut skipping) = (BufReader::new(from), false);
+    let mut from = BufReader::new(from);
+    let mut skipping = false;
     loop {
         let mut line = Vec::new();
         match from.by_ref().take(MOST_REPLY as u64).read_until(b'\n', &mut line) {
@@ -320,7 +323,7 @@ pub(super) struct Until {
     end: Instant,
     limit: Duration,
     shortened: bool,
-    /// Time from which the wait is noted; none after the note.
+    /// Time from which on the wait is noted; `None` after the note.
     note_at: Option<Instant>,
 }
 
@@ -349,7 +352,8 @@ impl Until {
 fn safe(text: &str) -> String {
     let mut text = text.to_string();
     for (name, value) in std::env::vars_os() {
-        let (name, value) = (name.to_string_lossy().to_ascii_uppercase(), value.to_string_lossy().into_owned());
+        let name = name.to_string_lossy().to_ascii_uppercase();
+        let value = value.to_string_lossy().into_owned();
         let may_be_secret = ["KEY", "TOKEN", "PASSWORD", "SECRET"].iter().any(|word| name.contains(word));
         if may_be_secret && value.len() >= 6 {
             text = text.replace(&value, "...");
