@@ -142,7 +142,7 @@ impl PpoTrainer {
         self.course.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         batch.warnings.extend(constant);
         self.monitor.warnings =
-            [batch.warnings, self.monitor.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())]
+            [batch.warnings, self.monitor.alarms.observe_metrics(update + 1, &m, experience.mean_unmasked_length())]
                 .concat();
         self.monitor.last_metrics.clone_from(&m);
         Ok(if self.run.needs_critic { m } else { m.without(self.learner.repeated_metrics()) })
@@ -167,7 +167,7 @@ impl PpoTrainer {
         };
         let (rows, Answers { responses, episodes, sampling }) = self.respond(&rows, update as u64)?;
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
-        let mut warnings = self.monitor.alarms.of_responses(&Sampled {
+        let mut warnings = self.monitor.alarms.observe_responses(&Sampled {
             update: update + 1,
             prompts: &prompts,
             responses: &responses,

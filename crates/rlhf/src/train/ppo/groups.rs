@@ -138,7 +138,7 @@ impl PpoTrainer {
         push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
         m.push("step_time", seconds);
-        (size > 1).then(|| self.monitor.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
+        (size > 1).then(|| self.monitor.alarms.observe_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
 }
 

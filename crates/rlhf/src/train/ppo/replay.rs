@@ -10,7 +10,7 @@ use super::{Batch, COMMAND, PpoTrainer, Timed};
 use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
-use crate::rl::trace::{NamedTensors, tensors_of};
+use crate::rl::trace::{NamedTensors, collect_tensors};
 use crate::run::Runtime;
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
@@ -463,7 +463,7 @@ fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> 
     trainer.learner.observer = None;
     let metrics = outcome?.metrics;
     trainer.course.progress.done += 1;
-    Ok((metrics, tensors_of(events)))
+    Ok((metrics, collect_tensors(events)))
 }
 
 /// Checks that the folder `run` holds a run of PPO, whose `update` is wanted.
