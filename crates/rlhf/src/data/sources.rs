@@ -22,21 +22,23 @@ impl<'c> Sources<'c> {
     /// test split), else the test split of every dataset that has one, unless that is the split to train on.
     ///
     /// # Errors
-    /// As [`Files::find`]; if no dataset has the test split that is set, or `eval_split_size` is set and there is a test split.
+    /// The errors of [`Files::find`]; if no dataset has the test split that is set, or `eval_split_size` is set and there is a test split.
     pub fn find(config: &'c DataConfig, eval_dataset: Option<&Path>) -> Result<Self> {
         let folder = config.dataset_config.as_deref();
-        let (train_split, test_split) = (&config.dataset_train_split, &config.dataset_test_split);
+        let train_split = &config.dataset_train_split;
+        let test_split = &config.dataset_test_split;
         let names = &config.dataset_name;
-        let (by_train, by_test) = ("dataset_train_split", "dataset_test_split");
-        let train = |name: &PathBuf| Files::find_by_flag(name, folder, train_split, by_train);
+        let train_flag = "dataset_train_split";
+        let test_flag = "dataset_test_split";
+        let train = |name: &PathBuf| Files::find_by_flag(name, folder, train_split, train_flag);
         let train = names.iter().map(train).collect::<Result<_>>()?;
         if let Some(name) = eval_dataset {
-            let of_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
-            let eval = of_folder.map_or_else(|| Files::find_by_flag(name, None, test_split, by_test), Ok)?;
+            let in_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
+            let eval = in_folder.map_or_else(|| Files::find_by_flag(name, None, test_split, test_flag), Ok)?;
             return Ok(Self { config, train, eval: vec![eval] });
         }
         let mut eval = Vec::new();
-        // An evaluation on training rows would be meaningless.
+        // An evaluation on training rows would be meaningless, so the training split is not used for it.
         let splits_differ = train_split != test_split;
         for name in names.iter().filter(|_| splits_differ) {
             eval.extend(Files::find_optional(name, folder, test_split)?);
@@ -54,7 +56,7 @@ impl<'c> Sources<'c> {
             }
             // A split that was set must exist. A file has no splits, and `test` is only the default.
             (None, Some(name)) if eval.is_empty() && splits_differ && test_split != TEST => {
-                Files::find_by_flag(name, folder, test_split, by_test)?;
+                Files::find_by_flag(name, folder, test_split, test_flag)?;
             }
             _ => {}
         }
@@ -68,7 +70,8 @@ impl<'c> Sources<'c> {
 
     /// Returns the split of the datasets that is most likely one to evaluate on, for messages.
     pub(crate) fn likely_eval_split(&self) -> Option<String> {
-        let (folder, train_split) = (self.config.dataset_config.as_deref(), &self.config.dataset_train_split);
+        let folder = self.config.dataset_config.as_deref();
+        let train_split = &self.config.dataset_train_split;
         self.config.dataset_name.iter().find_map(|name| Files::likely_eval_split(name, folder, train_split))
     }
 
@@ -82,7 +85,8 @@ impl<'c> Sources<'c> {
         let read = |files: &Vec<Files>| -> Result<Vec<_>> {
             files.iter().map(|files| Dataset::from_files(files)?.with_columns(&columns)).collect()
         };
-        let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
+        let mut train = read(&self.train)?;
+        let eval = read(&self.eval)?;
         if let Some(split) = self.config.data_split {
             train.iter_mut().try_for_each(|dataset| keep_share(dataset, split, self.config.data_split_seed, stage))?;
         }
@@ -118,13 +122,17 @@ fn keep_share(dataset: &mut Dataset, split: DataSplit, seed: u64, stage: Stage) 
 fn hold_out(train: &mut [Dataset], size: f64, seed: u64) -> Result<Dataset> {
     let all: usize = train.iter().map(|dataset| dataset.rows.len()).sum();
     let count = if size < 1.0 { (size * all as f64).ceil() as usize } else { size as usize };
-    let mut held = vec![false; all];
-    Stream::new(seed, Purpose::HeldOut, 0, 0).permutation(all).into_iter().take(count).for_each(|row| held[row] = true);
-    let mut held = held.into_iter();
+    let mut is_held_out = vec![false; all];
+    Stream::new(seed, Purpose::HeldOut, 0, 0)
+        .permutation(all)
+        .into_iter()
+        .take(count)
+        .for_each(|row| is_held_out[row] = true);
+    let mut is_held_out = is_held_out.into_iter();
     let mut taken: Vec<Row> = Vec::new();
     for dataset in &mut *train {
         let rows = std::mem::take(&mut dataset.rows);
-        let (out, left): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|_| held.next() == Some(true));
+        let (out, left): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|_| is_held_out.next() == Some(true));
         dataset.rows = left;
         taken.extend(out);
         if dataset.rows.is_empty() {

@@ -93,7 +93,7 @@ pub(super) fn read_rows(
     let dataset = dataset.with_divided_conversations(config.reads_responses())?;
     match limits.prompt.filter(|_| !config.reads_responses()) {
         Some(limit) => {
-            let dataset = dataset.with_prompts_of_labelled(limits.vocab)?;
+            let dataset = dataset.with_labelled_prompts(limits.vocab)?;
             let (prompts, note) = dataset.prompts_within(tokenizer, limits.vocab, limit)?;
             let row = |tokens: Vec<i64>| DistillRow { prompt_len: tokens.len(), tokens, masked: Vec::new() };
             Ok((prompts.into_iter().map(|prompt| row(prompt.tokens)).collect(), note.into_iter().collect()))
