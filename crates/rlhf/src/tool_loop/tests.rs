@@ -41,7 +41,8 @@ impl Golden {
         let info = read_json(&dir.join("info.json")).unwrap();
         let data = Tensor::read_safetensors(dir.join("data.safetensors")).unwrap().into_iter().collect();
         let at = folder();
-        let paths = |of: &str| -> Vec<String> { texts(&info[of]).iter().map(|name| format!("tools.{name}")).collect() };
+        let paths =
+            |kind: &str| -> Vec<String> { texts(&info[kind]).iter().map(|name| format!("tools.{name}")).collect() };
         let classes = paths("environments");
         let named = |path: String| match path["tools.".len()..].split_once('=') {
             Some((name, class)) => (Some(name.to_string()), format!("tools.{class}")),
@@ -131,8 +132,9 @@ impl Golden {
             let found = m.get(name).unwrap();
             assert!((found - expected).abs() < 1e-6, "{}: {name} {found} {expected}", self.name);
         }
-        if let Some(of_trl) = self.data.get(&format!("it{generation}.rewards")) {
-            let last = Vec::<f64>::try_from(of_trl.select(1, of_trl.size()[1] - 1).to_kind(Kind::Double)).unwrap();
+        if let Some(trl_rewards) = self.data.get(&format!("it{generation}.rewards")) {
+            let last =
+                Vec::<f64>::try_from(trl_rewards.select(1, trl_rewards.size()[1] - 1).to_kind(Kind::Double)).unwrap();
             for (episode, expected) in episodes.iter().zip(last).filter(|(episode, _)| episode.reward_name.is_some()) {
                 let found = episode.reward.unwrap_or(f64::NAN);
                 let is_last = self.info["rewards"].as_array().unwrap().last()
