@@ -172,7 +172,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (a, b) = (numbered(dir.path(), "a.jsonl", 0..70), numbered(dir.path(), "b.jsonl", 70..100));
         let mut data = config(&[&a, &b]);
-        let held = |data: &DataConfig, seed| {
+        let eval_numbers = |data: &DataConfig, seed| {
             let (train, eval) = Sources::find(data, None).unwrap().read(seed, Stage::Sft).unwrap();
             let (train, eval) = (numbers(&train), numbers(&[eval.unwrap()]));
             let mut all = [&train[..], &eval[..]].concat();
@@ -183,11 +183,11 @@ mod tests {
         };
         for (size, count) in [(0.1, 10), (0.001, 1), (1.0, 1), (25.0, 25)] {
             data.eval_split_size = Some(size);
-            let eval = held(&data, 1);
+            let eval = eval_numbers(&data, 1);
             assert_eq!(eval.len(), count, "{size}");
-            assert_eq!(eval, held(&data, 1));
+            assert_eq!(eval, eval_numbers(&data, 1));
         }
-        assert_ne!(held(&data, 1), held(&data, 2));
+        assert_ne!(eval_numbers(&data, 1), eval_numbers(&data, 2));
         data.eval_split_size = Some(100.0);
         let error = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap_err().to_string();
         assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
@@ -291,13 +291,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = numbered(dir.path(), "file.jsonl", 0..4);
         let mut data = config(&[&file]);
-        (data.dataset_columns, data.eval_split_size) = (vec!["prompt=n".into()], Some(1.0));
+        data.dataset_columns = vec!["prompt=n".into()];
+        data.eval_split_size = Some(1.0);
         let prompts = |dataset: &Dataset| dataset.rows().all(|row| row["prompt"] == row["n"]);
-        for own in [None, Some(file.as_path())] {
-            data.eval_split_size = own.is_none().then_some(1.0);
-            let (train, eval) = Sources::find(&data, own).unwrap().read(1, Stage::Ppo).unwrap();
+        for eval_file in [None, Some(file.as_path())] {
+            data.eval_split_size = eval_file.is_none().then_some(1.0);
+            let (train, eval) = Sources::find(&data, eval_file).unwrap().read(1, Stage::Ppo).unwrap();
             assert!(train.iter().chain(&eval).all(prompts));
-            assert_eq!(eval.map(|eval| eval.rows.len()), Some(if own.is_none() { 1 } else { 4 }));
+            assert_eq!(eval.map(|eval| eval.rows.len()), Some(if eval_file.is_none() { 1 } else { 4 }));
         }
         data.dataset_columns = vec!["prompt=question".into()];
         let error = Sources::find(&data, None).unwrap().read(1, Stage::Ppo).unwrap_err().to_string();
