@@ -564,7 +564,7 @@ impl Rewards {
     /// Decodes one response per prompt with `tokenizer` and scores them by [`Rewards::score`].
     ///
     /// # Errors
-    /// As [`Rewards::score`]; if there is not one response per prompt.
+    /// The errors of [`Rewards::score`]; also if there is not one response per prompt.
     pub fn score_responses(
         &mut self,
         tokenizer: &Tokenizer,
@@ -1060,14 +1060,14 @@ mod tests {
         let batches: [&'static [f64]; 4] = [&[1.0, 2.5, -3.0], &[7.0], &[0.1, 0.2, 0.3, 1e3], &[5.0, 5.0]];
         let normalized = || transform(|s| s.normalize = Normalize::Std);
         let run = |rewards: &mut Rewards, from: usize| {
-            let mut found = Vec::new();
+            let mut responses = Vec::new();
             for numbers in &batches[from..] {
                 rewards.components[0].reward = Box::new(constant(numbers));
                 let scored =
                     with_batch(&vec![1; numbers.len()], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
-                found.extend(scored.responses);
+                responses.extend(scored.responses);
             }
-            found
+            responses
         };
         let whole = run(&mut Rewards::new().with_transform("a", constant(&[]), normalized()), 0);
         let mut first = Rewards::new().with_transform("a", constant(&[]), normalized());

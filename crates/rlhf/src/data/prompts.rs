@@ -80,12 +80,12 @@ impl PromptLimit {
         is_part: bool,
     ) -> Result<Option<Prompt>> {
         let max_length = self.max_length;
-        let found = prompt.tokens.len();
+        let length = prompt.tokens.len();
         match self.long {
             LongPrompts::Error => {
                 let more = if is_part { "more than " } else { "" };
                 return Err(Error::Run(format!(
-                    "the prompt is too long: expected at most {max_length} tokens ({}), found {more}{found}{}",
+                    "the prompt is too long: expected at most {max_length} tokens ({}), found {more}{length}{}",
                     self.reason, self.hint
                 )));
             }
@@ -93,12 +93,12 @@ impl PromptLimit {
             LongPrompts::TruncateLeft => {
                 let keeps_prefix = prompt.tokens.starts_with(prefix) && prefix.len() < max_length;
                 let kept = if keeps_prefix { prefix.len() } else { 0 };
-                prompt.tokens.drain(kept..kept + found - max_length);
+                prompt.tokens.drain(kept..kept + length - max_length);
             }
             LongPrompts::TruncateRight => {
                 let keeps_suffix = prompt.tokens.ends_with(suffix) && suffix.len() < max_length;
                 let kept = if keeps_suffix { suffix.len() } else { 0 };
-                prompt.tokens.drain(max_length - kept..found - kept);
+                prompt.tokens.drain(max_length - kept..length - kept);
             }
         }
         let is_chat = prompt_field(&prompt.row).is_some_and(|(_, prompt)| prompt.is_array());

@@ -205,13 +205,13 @@ mod tests {
         let (both, plain) = (dir.path().join("both"), dir.path().join("plain"));
         let mut data = config(&[&both]);
         data.dataset_config = Some("main".into());
-        let found = |eval: &Path| {
+        let numbers_in = |eval: &Path| {
             let (train, eval) = Sources::find(&data, Some(eval)).unwrap().read(1, Stage::Sft).unwrap();
             (numbers(&train), numbers(&[eval.unwrap()]))
         };
-        assert_eq!(found(&both), (vec![0], vec![1]));
-        assert_eq!(found(&plain), (vec![0], vec![3]));
-        assert_eq!(found(&plain.join("test.jsonl")), (vec![0], vec![3]));
+        assert_eq!(numbers_in(&both), (vec![0], vec![1]));
+        assert_eq!(numbers_in(&plain), (vec![0], vec![3]));
+        assert_eq!(numbers_in(&plain.join("test.jsonl")), (vec![0], vec![3]));
     }
 
     #[test]

@@ -207,16 +207,16 @@ mod tests {
 
     #[test]
     fn the_first_retry_of_a_reward_is_a_warning_as_is_the_first_with_a_long_wait() {
-        let found: Arc<Mutex<Vec<String>>> = Arc::default();
+        let warnings: Arc<Mutex<Vec<String>>> = Arc::default();
         let mut retries = Retries::default();
-        let seen = found.clone();
+        let seen = warnings.clone();
         retries
             .warn_by("reward `judge`".into(), Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
         for seconds in [1, 2, 30, 60] {
             retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
         }
         let told = |when: &str| format!("reward `judge`: HTTP status 503; tried again{when} (reported once)");
-        assert_eq!(*found.lock().unwrap(), [told(""), told(" in 30 s")]);
+        assert_eq!(*warnings.lock().unwrap(), [told(""), told(" in 30 s")]);
         assert_eq!(retries.metric(), Some(("retries".to_string(), 4.0)));
         retries.start();
         assert_eq!(retries.metric(), None);

@@ -369,7 +369,7 @@ impl Learner {
     /// Ends [`Learner::serve`] of the other ranks, on rank 0.
     ///
     /// # Errors
-    /// As [`Learner::serve`].
+    /// The errors of [`Learner::serve`].
     pub(crate) fn end_serving(&self) -> Result<()> {
         Shards::end_serving(&self.shards())
     }
@@ -457,7 +457,7 @@ impl Learner {
     /// its steps in the run.
     ///
     /// # Errors
-    /// As [`Learner::optimize`]; the error of `after_step`. The gradients of the step that failed are cleared.
+    /// The errors of [`Learner::optimize`]; the error of `after_step`. The gradients of the step that failed are cleared.
     pub fn optimize_with(
         &mut self,
         experience: &Experience,

@@ -695,7 +695,7 @@ pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: 
 /// Returns the texts that are mixed in, if there are any, in blocks as long as the `longest` prompt plus a response.
 ///
 /// # Errors
-/// As [`Unsupervised::find`].
+/// The errors of [`Unsupervised::find`].
 pub(in crate::train) fn find_texts(
     config: &PpoConfig,
     tokenizer: &Tokenizer,
