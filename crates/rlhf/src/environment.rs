@@ -1,8 +1,8 @@
-//! Tools that a policy calls, and environments that it acts in: written in Rust, programs in any language, functions and classes of Python, and
+//! Tools that a policy calls, and environments that it acts in: written in Rust, programs in any language, Python functions and classes, and
 //! OpenEnv servers.
 //!
-//! An [`Environment`] opens a [`Session`] per rollout. [`Sessions`] opens and calls those of a batch on a bounded number of threads, while
-//! others generate. Nothing here knows tokens or rewards of other sources.
+//! An [`Environment`] opens a [`Session`] per rollout. [`Sessions`] opens and calls the sessions of a batch on a bounded number of threads,
+//! while other rows generate. This module knows nothing about tokens, or about rewards from other sources.
 //!
 //! ```
 //! use rlhf::environment::{Called, Environment, Finished, Opened, Session, ToolCall, ToolResult};
@@ -123,11 +123,11 @@ impl ToolResult {
 /// The beginning of a session.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Opened {
-    /// Text that is appended to the last message of the prompt as it is; none leaves the prompt unchanged.
+    /// Text that is appended unchanged to the last message of the prompt; `None` leaves the prompt as it is.
     pub prompt: Option<String>,
     /// JSON schemas of the tools, in the order in which the policy sees them: `{"type": "function", "function": {...}}`.
     pub tools: Vec<Value>,
-    /// Name of the reward that the session gives in the end; none if it gives none.
+    /// Name of the reward that the session gives at the end; `None` if it gives none.
     pub reward_name: Option<String>,
 }
 
@@ -136,7 +136,7 @@ pub struct Opened {
 pub struct Called {
     /// Results, in the order in which the policy sees them: a result per call, except that `done` may leave out the last ones.
     pub results: Vec<ToolResult>,
-    /// Reward of the turn, if the environment gives one. That of [`Finished`] includes it.
+    /// Reward of the turn, if the environment gives one. [`Finished::reward`] includes it.
     pub reward: Option<f64>,
     /// Whether the episode is over: the policy writes no further turn.
     pub done: bool,
@@ -145,22 +145,22 @@ pub struct Called {
 /// The end of a session.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Finished {
-    /// Reward of the whole episode; none if the environment gives none.
+    /// Reward of the whole episode; `None` if the environment gives none.
     pub reward: Option<f64>,
-    /// Numbers by name, whose means over the responses of an update are metrics of the run.
+    /// Numbers by name. Their means over the responses of an update are metrics of the run.
     pub logs: Vec<(String, f64)>,
 }
 
 /// Opens sessions, one for each rollout.
 pub trait Environment: Send + Sync {
-    /// Opens the session of a row: of its columns by name. Rows of a group get the same `seed`. Returns `None` if the environment has no free
-    /// session now; the call is then repeated.
+    /// Opens a session for a row, given as its columns by name. Rows of a group get the same `seed`. Returns `None` if the environment has no
+    /// free session now; the caller then tries again.
     ///
     /// # Errors
     /// If the environment is dead, or cannot begin with this row.
     fn open(&self, row: &Map<String, Value>, seed: u64) -> Result<Option<Box<dyn Session>>>;
 
-    /// Starts what the sessions need, such as a process, so that the errors of settings come before a run.
+    /// Starts what the sessions need, such as a process, so that wrong settings fail before the run begins.
     ///
     /// # Errors
     /// If it cannot be started.
@@ -168,7 +168,7 @@ pub trait Environment: Send + Sync {
         Ok(())
     }
 
-    /// Returns the schemas of the tools that are known before a session is opened. [`Opened::tools`] has those of a session.
+    /// Returns the schemas of the tools that are known before a session is opened. The tools of a session are in [`Opened::tools`].
     fn tools(&self) -> Vec<Value> {
         Vec::new()
     }
@@ -178,8 +178,8 @@ pub trait Environment: Send + Sync {
         Vec::new()
     }
 
-    /// Returns whether the rows of a batch must be called turn by turn, row after row in the order of the batch: plain functions with a state
-    /// that the sessions share.
+    /// Returns whether the rows of a batch must be called turn by turn, in the order of the batch. Plain functions need this, since their
+    /// sessions share state.
     fn in_lockstep(&self) -> bool {
         false
     }
@@ -199,7 +199,7 @@ pub trait Session: Send {
     /// Ends the session.
     ///
     /// # Errors
-    /// As [`Session::call`].
+    /// The errors of [`Session::call`].
     fn finish(self: Box<Self>) -> Result<Finished> {
         Ok(Finished::default())
     }

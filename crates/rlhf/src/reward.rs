@@ -83,7 +83,7 @@ impl From<Tensor> for Scores {
 pub struct RewardInput<'a> {
     /// Text of the prompt.
     pub prompt: &'a str,
-    /// Text of the response, without special tokens; with an environment, the content of the last turn.
+    /// Text of the response, without special tokens; with an environment, the content of its last turn.
     pub response: &'a str,
     /// Token ids of the prompt.
     pub prompt_ids: &'a [i64],
@@ -93,7 +93,7 @@ pub struct RewardInput<'a> {
     pub finish: FinishReason,
     /// The prompt's row of the dataset.
     pub row: &'a Value,
-    /// The turns of the response and what its environment said; `None` without an environment.
+    /// The turns of the response and the messages of its environment; `None` without an environment.
     pub episode: Option<&'a Episode>,
 }
 
@@ -176,7 +176,7 @@ pub trait Reward: Send {
         Ok(())
     }
 
-    /// Returns the contents that decide the scores beside the settings, by the names of their files: a resumed run must have the same.
+    /// Returns the contents that decide the scores in addition to the settings, by the names of their files: a resumed run must have the same.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         Vec::new()
     }
@@ -191,18 +191,18 @@ pub trait Reward: Send {
         Vec::new()
     }
 
-    /// Ends what the reward has started, after its last batch. It may be called again, and another batch starts it anew.
+    /// Ends whatever the reward has started, after its last batch. It may be called again, and another batch starts the reward anew.
     ///
     /// # Errors
-    /// If scores of earlier batches turn out not to be those of their responses.
+    /// If it turns out that scores of earlier batches belong to other responses.
     fn finish(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Sets what receives warnings about failures that are tried again; messages call the reward `name`.
+    /// Sets the receiver of warnings about failures that are tried again; messages call the reward `name`.
     fn warn_by(&mut self, _name: &str, _warn: Warn) {}
 
-    /// Sets what receives the lines that the reward prints, each after `name` and a colon.
+    /// Sets the receiver of the lines that the reward prints, each after `name` and a colon.
     fn print_by(&mut self, _name: &str, _print: Warn) {}
 
     /// Sets the state of the run, before a batch is scored.
@@ -245,7 +245,7 @@ impl Reward for FnReward {
     }
 }
 
-/// Result of a call of a reward.
+/// Result of one call of a reward.
 struct Called {
     scores: Vec<Score>,
     seconds: f64,
@@ -254,27 +254,27 @@ struct Called {
 }
 
 impl Called {
-    /// Joins the results of all ranks, in their order: the longest time, and additional metrics as averages over the rows, of which
-    /// this rank has `rows`.
+    /// Joins the results of all ranks, in their order: the longest time, and additional metrics as averages over the rows; this rank has
+    /// `rows` rows.
     fn gathered(self, world: &World, rows: usize) -> Result<Self> {
         if world.size() == 1 {
             return Ok(self);
         }
         let scores: Vec<SentScore> = self.scores.iter().map(SentScore::from).collect();
         let scores = world.gather(scores)?.into_iter().flatten().map(Score::from).collect();
-        // A metric may be infinite or no number, which cannot be sent.
+        // A metric may be infinite or NaN, which JSON cannot carry.
         let sent = |(name, value): (String, f64)| (name, value.is_finite().then_some(value));
         let received = |(name, value): (String, Option<f64>)| (name, value.unwrap_or(f64::NAN));
         let extras: Vec<(usize, Vec<_>)> = world.gather((rows, self.extra.into_iter().map(sent).collect()))?;
-        let of_rank = |(rows, extra): (usize, Vec<_>)| (rows, extra.into_iter().map(received).collect());
-        let extra = mean_of_extras(extras.into_iter().map(of_rank));
+        let rank_extra = |(rows, extra): (usize, Vec<_>)| (rows, extra.into_iter().map(received).collect());
+        let extra = average_extras(extras.into_iter().map(rank_extra));
         let columns = joined_columns(world.gather((rows, self.columns))?);
         Ok(Self { scores, seconds: world.max_number(self.seconds)?, extra, columns })
     }
 }
 
-/// Averages the additional metrics of several batches over their rows; a batch without a metric is not in its mean. Retries are summed.
-fn mean_of_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>) -> Vec<(String, f64)> {
+/// Averages the additional metrics of several batches over their rows; a batch that lacks a metric does not count in its mean. Retries are summed.
+fn average_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>) -> Vec<(String, f64)> {
     let mut sums: Vec<(String, f64, f64)> = Vec::new();
     for (rows, extra) in batches.into_iter().filter(|(rows, _)| *rows > 0) {
         let rows = rows as f64;
@@ -318,7 +318,7 @@ impl From<SentScore> for Score {
     }
 }
 
-/// Numbers in f32, as the models' are.
+/// Numbers in f32, the precision of the models' numbers.
 fn f32s(numbers: &[f64]) -> Vec<f32> {
     numbers.iter().map(|&number| number as f32).collect()
 }
@@ -328,7 +328,7 @@ fn f32s(numbers: &[f64]) -> Vec<f32> {
 pub enum ScoreUse {
     /// Training: added to the running moments, and normalized by them.
     Training,
-    /// Baselines of scores that are trained on: normalized by the moments as they are.
+    /// Baselines of scores that are trained on: normalized by the current moments, which do not change.
     Baseline,
     /// Samples and evaluations: not normalized, so that they are comparable over a run.
     Report,
@@ -351,20 +351,20 @@ struct Component {
 }
 
 impl Component {
-    /// Calls the reward, checks its scores, and adds those that are trained on to the running moments. Also returns the seconds
+    /// Calls the reward, checks its scores, and adds scores that are trained on to the running moments. Also returns the seconds
     /// that the call took.
     fn score(&mut self, batch: &[RewardInput<'_>], usage: ScoreUse, world: &World) -> Result<Called> {
         let start = Instant::now();
-        let own = &batch[world.share(batch.len())];
+        let local_batch = &batch[world.share(batch.len())];
         // All ranks call a model, whose passes they may share; a program or a service gets no empty batch.
-        let called = if own.is_empty() && world.size() > 1 && self.reward.model().is_none() {
+        let called = if local_batch.is_empty() && world.size() > 1 && self.reward.model().is_none() {
             Ok(Vec::new())
         } else {
-            self.reward.score(own)
+            self.reward.score(local_batch)
         };
-        let scores = called.and_then(|scores| match check(&scores, own) {
+        let scores = called.and_then(|scores| match check(&scores, local_batch) {
             Ok(()) => Ok(scores),
-            Err(failure) => Err(Error::Run(failure.describe(own))),
+            Err(failure) => Err(Error::Run(failure.describe(local_batch))),
         });
         let scores = scores.map_err(|e| match e {
             Error::Stopped { message, code } => {
@@ -372,9 +372,10 @@ impl Component {
             }
             e => Error::Reward { name: self.name.clone(), source: Box::new(e) },
         });
-        let (extra, columns) = (self.reward.extra(), self.reward.columns());
+        let extra = self.reward.extra();
+        let columns = self.reward.columns();
         let called = Called { scores: world.agree(scores)?, seconds: start.elapsed().as_secs_f64(), extra, columns };
-        let called = called.gathered(world, own.len())?;
+        let called = called.gathered(world, local_batch.len())?;
         let scores = &called.scores;
         if usage == ScoreUse::Training && self.transform.normalize != Normalize::None {
             let numbers: Vec<f64> = scores.iter().flat_map(|score| score.numbers().iter().copied()).collect();
@@ -410,9 +411,9 @@ impl Component {
 #[derive(Default)]
 pub struct Rewards {
     components: Vec<Component>,
-    /// The ranks that divide the rows of a batch among them.
+    /// The ranks over which the rows of a batch are divided.
     world: World,
-    /// All scores are in the record of a run: no program is started.
+    /// Whether all scores are in the record of a run, so that no program is started.
     is_recorded: bool,
 }
 
@@ -438,12 +439,12 @@ impl Rewards {
         self.is_recorded
     }
 
-    /// Sets what receives warnings about failures that are tried again.
+    /// Sets the receiver of warnings about failures that are tried again.
     pub fn warn_by(&mut self, warn: &Warn) {
         self.components.iter_mut().for_each(|component| component.reward.warn_by(&component.name, warn.clone()));
     }
 
-    /// Sets what receives the lines that functions of Python print.
+    /// Sets the receiver of the lines that Python functions print.
     pub fn print_by(&mut self, print: &Warn) {
         self.components.iter_mut().for_each(|component| component.reward.print_by(&component.name, print.clone()));
     }
@@ -466,7 +467,7 @@ impl Rewards {
         self
     }
 
-    /// Adds a reward of which [`Rewards::describe`] says `about`.
+    /// Adds a reward that [`Rewards::describe`] describes by `about`.
     #[must_use]
     pub(crate) fn with_about(mut self, name: &str, reward: impl Reward + 'static, about: &str) -> Self {
         self.push(name, Box::new(reward), ScoreTransform::default(), about.into());
@@ -512,8 +513,8 @@ impl Rewards {
 
     /// The rewards' names with the contents that decide their scores, where there are some.
     pub(crate) fn contents(&self) -> impl Iterator<Item = (&str, Vec<(String, Vec<u8>)>)> {
-        let of = |component: &Component| component.reward.contents();
-        self.components.iter().map(move |component| (component.name.as_str(), of(component)))
+        let contents = |component: &Component| component.reward.contents();
+        self.components.iter().map(move |component| (component.name.as_str(), contents(component)))
     }
 
     /// The weights, in the order of the names.
@@ -563,7 +564,7 @@ impl Rewards {
     /// Decodes one response per prompt with `tokenizer` and scores them by [`Rewards::score`].
     ///
     /// # Errors
-    /// As [`Rewards::score`]; if there is not one response per prompt.
+    /// The errors of [`Rewards::score`]; also if there is not one response per prompt.
     pub fn score_responses(
         &mut self,
         tokenizer: &Tokenizer,
@@ -584,7 +585,8 @@ impl Rewards {
         usage: ScoreUse,
     ) -> Result<Scored> {
         if prompts.len() != responses.len() {
-            let (expected, found) = (prompts.len(), responses.len());
+            let expected = prompts.len();
+            let found = responses.len();
             return Err(Error::Run(format!("expected {expected} responses, one per prompt, found {found}")));
         }
         let pairs = || prompts.iter().zip(responses);
@@ -615,8 +617,8 @@ impl Rewards {
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
-            let Called { scores: found, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
-            for (row, score) in found.iter().enumerate() {
+            let Called { scores: scores, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
+            for (row, score) in scores.iter().enumerate() {
                 let raw = |number: &f64| component.transformed(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();
                 match score {
@@ -631,7 +633,7 @@ impl Rewards {
                 }
             }
             let name = component.name.clone();
-            let scores = found.iter().map(Score::total).collect();
+            let scores = scores.iter().map(Score::total).collect();
             scored.components.push(ComponentScores { name, scores, seconds, extra, columns });
         }
         self.world.agree(scored.check_finite(batch))?;
@@ -647,12 +649,12 @@ impl Rewards {
     /// Ends the programs of the rewards, after the last batch; another one starts them anew.
     ///
     /// # Errors
-    /// If a program has written a score too many, on any rank: then scores of earlier batches may be those of other responses.
+    /// If a program has written one score too many, on any rank: then scores of earlier batches may belong to other responses.
     pub fn finish(&mut self) -> Result<()> {
         let ended = self.components.iter_mut().map(|Component { name, reward, .. }| {
             reward.finish().map_err(|source| Error::Reward { name: name.clone(), source: Box::new(source) })
         });
-        // All are ended, also after an error.
+        // All programs are ended, also after an error.
         let ended = ended.fold(Ok(()), Result::and);
         self.world.agree(ended)
     }
@@ -731,7 +733,7 @@ impl Scored {
         self.responses.iter().enumerate().map(|(row, score)| score + tokens(row)).collect()
     }
 
-    /// Returns true for each response that no reward gave a score, `[B]`. Its total is 0, which is no score to compare with others:
+    /// Returns true for each response that no reward gave a score, `[B]`. Its total is 0, which must not be compared with other scores:
     /// TRL's `GRPOTrainer` leaves such a response out of its group's baseline and sets its advantage to 0.
     pub fn unscored(&self) -> Vec<bool> {
         let absent = |row: usize| self.components.iter().all(|component| component.scores[row].is_nan());
@@ -740,39 +742,42 @@ impl Scored {
 
     /// Returns the total score of each response without normalization, `[B]`; NaN where no reward gave one.
     pub(crate) fn raw_or_nan(&self) -> Vec<f64> {
-        let of_row = |(&score, unscored)| if unscored { f64::NAN } else { score };
-        self.raw.iter().zip(self.unscored()).map(of_row).collect()
+        let score_or_nan = |(&score, unscored)| if unscored { f64::NAN } else { score };
+        self.raw.iter().zip(self.unscored()).map(score_or_nan).collect()
     }
 
-    /// Appends the scores of more responses by the same rewards; `lengths` are the tokens of these responses and of the added ones.
+    /// Appends the scores of more responses by the same rewards; `lengths` are the token counts of these responses and then of the added ones.
     pub(crate) fn extend(&mut self, more: Self, lengths: &[usize]) {
         let rows = [self.responses.len(), more.responses.len()];
         if self.tokens.is_some() || more.tokens.is_some() {
             let zeros = |lengths: &[usize]| lengths.iter().map(|&len| vec![0.0; len]).collect::<Vec<_>>();
-            let (own, others) = lengths.split_at(rows[0]);
-            let others = more.tokens.unwrap_or_else(|| zeros(others));
-            self.tokens.get_or_insert_with(|| zeros(own)).extend(others);
+            let (first, second) = lengths.split_at(rows[0]);
+            let added = more.tokens.unwrap_or_else(|| zeros(second));
+            self.tokens.get_or_insert_with(|| zeros(first)).extend(added);
         }
         self.responses.extend(more.responses);
         self.raw.extend(more.raw);
-        for (own, more) in self.components.iter_mut().zip(more.components) {
-            own.scores.extend(more.scores);
-            own.seconds += more.seconds;
-            own.extra = mean_of_extras([(rows[0], std::mem::take(&mut own.extra)), (rows[1], more.extra)]);
-            own.columns = joined_columns([(rows[0], std::mem::take(&mut own.columns)), (rows[1], more.columns)]);
+        for (component, more) in self.components.iter_mut().zip(more.components) {
+            component.scores.extend(more.scores);
+            component.seconds += more.seconds;
+            let extra = std::mem::take(&mut component.extra);
+            component.extra = average_extras([(rows[0], extra), (rows[1], more.extra)]);
+            let columns = std::mem::take(&mut component.columns);
+            component.columns = joined_columns([(rows[0], columns), (rows[1], more.columns)]);
         }
         self.warning = self.warning.take().or(more.warning);
     }
 
     /// The scores of the responses `rows` alone.
     pub(crate) fn select(mut self, rows: &[usize]) -> Self {
-        let of = |numbers: &Vec<f64>| rows.iter().map(|&row| numbers[row]).collect();
-        (self.responses, self.raw) = (of(&self.responses), of(&self.raw));
+        let pick = |numbers: &Vec<f64>| rows.iter().map(|&row| numbers[row]).collect();
+        (self.responses, self.raw) = (pick(&self.responses), pick(&self.raw));
         self.tokens = self.tokens.map(|tokens| rows.iter().map(|&row| tokens[row].clone()).collect());
         for component in &mut self.components {
-            component.scores = of(&component.scores);
-            let of = |values: &[Value]| rows.iter().map(|&row| values.get(row).cloned().unwrap_or_default()).collect();
-            component.columns.iter_mut().for_each(|(_, values)| *values = of(values));
+            component.scores = pick(&component.scores);
+            let pick =
+                |values: &[Value]| rows.iter().map(|&row| values.get(row).cloned().unwrap_or_default()).collect();
+            component.columns.iter_mut().for_each(|(_, values)| *values = pick(values));
         }
         self
     }
@@ -794,7 +799,7 @@ impl Scored {
             let ComponentScores { name, seconds, extra, .. } = component;
             let (mean, std) = component.mean_and_std();
             m.push(format!("objective/scores/{name}"), mean);
-            // One score, or none, has a deviation of 0.
+            // The deviation of one score, or of none, is logged as 0.
             m.push(format!("objective/scores_std/{name}"), if std.is_nan() { 0.0 } else { std });
             m.push(format!("time/reward/{name}"), *seconds);
             for (key, value) in extra {
@@ -892,12 +897,12 @@ mod tests {
 
     #[test]
     fn batches_with_scores_of_tokens_and_without_are_joined() {
-        let scored = |lengths: &[usize], of_tokens: bool, extra: f64| {
+        let scored = |lengths: &[usize], by_token: bool, extra: f64| {
             let reward = FnReward::new(move |batch: &[RewardInput<'_>]| {
-                let of = |input: &RewardInput<'_>| {
-                    if of_tokens { Score::Tokens(vec![1.0; input.response_ids.len()]) } else { Score::Response(2.0) }
+                let score = |input: &RewardInput<'_>| {
+                    if by_token { Score::Tokens(vec![1.0; input.response_ids.len()]) } else { Score::Response(2.0) }
                 };
-                Ok(batch.iter().map(of).collect())
+                Ok(batch.iter().map(score).collect())
             });
             let mut scored =
                 with_batch(lengths, |batch| Rewards::new().with("r", reward).score(batch, ScoreUse::Training)).unwrap();
@@ -926,13 +931,13 @@ mod tests {
             constant(&[10.0, 14.0]),
             transform(|s| s.normalize = Normalize::MeanStd),
         );
-        let of = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score(batch, usage)).unwrap();
+        let score = |rewards: &mut Rewards, usage| with_batch(&[1, 1], |batch| rewards.score(batch, usage)).unwrap();
         // Before any training there are no moments.
-        assert_eq!(of(&mut rewards, ScoreUse::Baseline).responses, [10.0, 14.0]);
-        let trained = of(&mut rewards, ScoreUse::Training).responses;
+        assert_eq!(score(&mut rewards, ScoreUse::Baseline).responses, [10.0, 14.0]);
+        let trained = score(&mut rewards, ScoreUse::Training).responses;
         let state = rewards.state();
-        assert_eq!(of(&mut rewards, ScoreUse::Baseline).responses, trained);
-        assert_eq!(of(&mut rewards, ScoreUse::Report).responses, [10.0, 14.0]);
+        assert_eq!(score(&mut rewards, ScoreUse::Baseline).responses, trained);
+        assert_eq!(score(&mut rewards, ScoreUse::Report).responses, [10.0, 14.0]);
         assert_eq!(rewards.state(), state);
     }
 
@@ -978,13 +983,13 @@ mod tests {
         assert_eq!(rewards.state()["other"].count, 2.0);
         let warning = scored.warning.as_deref().unwrap();
         assert!(warning.starts_with("row 3 of 4 (prompt \"prompt 2\"): no reward gave it a score"), "{warning}");
-        // Scaling by running moments leaves it 0, and out of them.
+        // Scaling by running moments leaves its score 0, and its score out of the moments.
         let config = ScoreScalingConfig { use_score_scaling: true, use_score_norm: true, score_clip: None };
         let mut scaling = ScoreScaling::new(&config);
         let mut scaled = scored.clone();
         scaling.apply(&mut scaled, true);
-        let of_others: Vec<f64> = [0usize, 1, 3].map(|row| scored.responses[row]).into();
-        let expected = ScoreScaling::new(&config).scale(&of_others, true);
+        let other_scores: Vec<f64> = [0usize, 1, 3].map(|row| scored.responses[row]).into();
+        let expected = ScoreScaling::new(&config).scale(&other_scores, true);
         let found = [0usize, 1, 3].map(|row| scaled.responses[row]);
         assert!(found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 1e-12), "{found:?}");
         assert_eq!(scaled.responses[2], 0.0);
@@ -1055,14 +1060,14 @@ mod tests {
         let batches: [&'static [f64]; 4] = [&[1.0, 2.5, -3.0], &[7.0], &[0.1, 0.2, 0.3, 1e3], &[5.0, 5.0]];
         let normalized = || transform(|s| s.normalize = Normalize::Std);
         let run = |rewards: &mut Rewards, from: usize| {
-            let mut found = Vec::new();
+            let mut responses = Vec::new();
             for numbers in &batches[from..] {
                 rewards.components[0].reward = Box::new(constant(numbers));
                 let scored =
                     with_batch(&vec![1; numbers.len()], |batch| rewards.score(batch, ScoreUse::Training)).unwrap();
-                found.extend(scored.responses);
+                responses.extend(scored.responses);
             }
-            found
+            responses
         };
         let whole = run(&mut Rewards::new().with_transform("a", constant(&[]), normalized()), 0);
         let mut first = Rewards::new().with_transform("a", constant(&[]), normalized());

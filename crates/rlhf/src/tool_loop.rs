@@ -1,4 +1,4 @@
-//! Responses of several turns: the policy calls tools, and an environment gives the results and the reward.
+//! Multi-turn responses: the policy calls tools, and an environment gives the results and the reward.
 
 use crate::data::{Episode, Prompt, PromptLimit, prompt_messages};
 use crate::environment::{
@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Interval at which sessions are polled while nothing else is to do; each has a time limit of its own.
+/// Interval at which sessions are polled while there is nothing else to do. Each session has its own time limit.
 const WAIT: Duration = Duration::from_secs(1);
 
 /// Maximum number of metrics that environments give.
@@ -29,7 +29,7 @@ const MOST_LOGS: usize = 100;
 /// Beginning of the names of metrics that environments give.
 pub(crate) const ENVIRONMENT_METRICS: &str = "environment/";
 
-/// Tools and environments, and a chat template that writes their calls and results: what responses of several turns need beside a policy.
+/// What multi-turn responses need besides a policy: tools and environments, and a chat template that writes calls and results.
 pub struct ToolLoop {
     environment: Arc<dyn Environment>,
     template: ToolTemplate,
@@ -56,7 +56,8 @@ impl ToolLoop {
     /// If it cannot be started; if the tokenizer's chat template cannot be used with tools.
     pub fn new(environment: Arc<dyn Environment>, tokenizer: &Tokenizer, config: &EnvironmentConfig) -> Result<Self> {
         environment.start()?;
-        let (template, tokenizer) = (ToolTemplate::new(tokenizer)?, tokenizer.clone());
+        let template = ToolTemplate::new(tokenizer)?;
+        let tokenizer = tokenizer.clone();
         let failure_reward = failure_reward_name(&*environment);
         Ok(Self {
             environment,
@@ -69,10 +70,10 @@ impl ToolLoop {
         })
     }
 
-    /// Starts the tools and environments that the settings name; `None` if they name none. What their programs print goes to `log`.
+    /// Starts the tools and environments that the settings name; `None` if they name none. Their programs print to `log`.
     ///
     /// # Errors
-    /// As [`EnvironmentConfig::check`] and [`ToolLoop::new`].
+    /// The errors of [`EnvironmentConfig::check`] and [`ToolLoop::new`].
     pub fn start(config: &EnvironmentConfig, tokenizer: &Tokenizer, log: &Log) -> Result<Option<Self>> {
         let environment = config.environment(log)?;
         let started = environment.map(|environment| Self::new(environment, tokenizer, config)).transpose()?;
@@ -91,11 +92,11 @@ impl ToolLoop {
         environment_rewards(&*self.environment, &self.config)
     }
 
-    /// Samples responses to prompts, [`GenerationConfig::num_return_sequences`] to each, in turns with the environment. Each rank has the
-    /// sessions of its rows; all get the results of all.
+    /// Samples [`GenerationConfig::num_return_sequences`] responses to each prompt, in turns with the environment. Each rank runs the
+    /// sessions of its own rows; all ranks get all results.
     ///
     /// # Errors
-    /// As [`ToolLoop::generate`].
+    /// The errors of [`ToolLoop::generate`].
     pub fn generate_on(
         &self,
         world: &World,
@@ -104,16 +105,16 @@ impl ToolLoop {
         generation: &GenerationConfig,
     ) -> Result<(Vec<Response>, Vec<Episode>)> {
         let size = generation.num_return_sequences;
-        let own = world.share(asked.len());
-        let rows = own.start * size..own.end * size;
-        let found = world.gather(world.agree(self.rows(policy, asked, rows, generation))?)?;
-        Ok(found.into_iter().flatten().unzip())
+        let prompts = world.share(asked.len());
+        let rows = prompts.start * size..prompts.end * size;
+        let results = world.gather(world.agree(self.rows(policy, asked, rows, generation))?)?;
+        Ok(results.into_iter().flatten().unzip())
     }
 
-    /// Samples responses to prompts, [`GenerationConfig::num_return_sequences`] to each, in turns with the environment.
+    /// Samples [`GenerationConfig::num_return_sequences`] responses to each prompt, in turns with the environment.
     ///
     /// # Errors
-    /// As [`generate_turns`]; if an environment is dead; if a prompt with what its environment says does not fit the model.
+    /// The errors of [`generate_turns`]; if an environment is dead; if a prompt with the environment's text and tools does not fit the model.
     pub fn generate(
         &self,
         policy: &CausalLm,
@@ -124,7 +125,7 @@ impl ToolLoop {
         Ok(self.rows(policy, asked, rows, generation)?.into_iter().unzip())
     }
 
-    /// The responses `rows` among those to `asked`, as many at a time as there may be sessions.
+    /// Returns the responses `rows` among those to `asked`. As many are sampled at a time as there may be sessions.
     fn rows(
         &self,
         policy: &CausalLm,
@@ -132,17 +133,17 @@ impl ToolLoop {
         rows: Range<usize>,
         generation: &GenerationConfig,
     ) -> Result<Vec<(Response, Episode)>> {
-        // Functions and classes of Python alone see the rows in the order of the whole batch, as in TRL.
+        // If there are only Python functions and classes, they see the rows in the order of the whole batch, as in TRL.
         let is_whole = self.environment.in_lockstep() && !self.config.has_sessions_elsewhere();
         let at_once = if is_whole { rows.len().max(1) } else { self.config.max_environments };
-        let mut found = Vec::with_capacity(rows.len());
+        let mut results = Vec::with_capacity(rows.len());
         for start in rows.clone().step_by(at_once) {
             let part = start..(start + at_once).min(rows.end);
             let config = GenerationConfig { first_row: generation.first_row + start as u64, ..generation.clone() };
             let talk = Talk::open(self, asked, part, generation)?;
-            found.extend(talk.run(policy, &config)?);
+            results.extend(talk.run(policy, &config)?);
         }
-        Ok(found)
+        Ok(results)
     }
 
     /// Sets the limit on the length of prompts with their tools.
@@ -177,19 +178,19 @@ impl ToolLoop {
     }
 }
 
-/// The beginning of a prompt's last message, for messages.
+/// The beginning of a prompt's last message, to show in messages.
 fn shown(prompt: &Prompt) -> String {
     let messages = prompt_messages(&prompt.row).unwrap_or_default();
     let last = messages.last().and_then(|message| message_text(&message["content"]));
     beginning(&one_line(&last.unwrap_or_else(|| prompt.text.clone())), 60).to_string()
 }
 
-/// Whether the response continues the last message.
+/// Returns whether the response continues the last message.
 fn is_continued(messages: &[Value]) -> bool {
     messages.last().is_some_and(|message| message["role"] == "assistant")
 }
 
-/// Appends a text to the last message, as it is.
+/// Appends a text unchanged to the last message.
 fn append(messages: &mut Vec<Value>, said: &str) {
     match messages.last_mut().map(|message| &mut message["content"]) {
         Some(Value::Array(parts)) => parts.push(json!({"type": "text", "text": said})),
@@ -200,13 +201,13 @@ fn append(messages: &mut Vec<Value>, said: &str) {
 
 /// The conversations of some rows.
 struct Talk<'a> {
-    of: &'a ToolLoop,
+    tool_loop: &'a ToolLoop,
     sessions: Sessions,
     rows: Vec<Row>,
     most_tokens: usize,
-    /// Decisions that wait to be handed out.
+    /// Decisions about rows that the generation has not taken yet.
     decided: Vec<(usize, Next)>,
-    /// Calls in lockstep, which are made once all rows have ended their turn.
+    /// Calls in lockstep, which are made once all rows have ended their turns.
     pending: Vec<(usize, Vec<ToolCall>)>,
     /// Rows whose calls are being made.
     busy: usize,
@@ -220,30 +221,38 @@ struct Row {
     tokens: usize,
     /// Number of turns with calls that were made.
     iterations: usize,
-    /// The results of the turn whose calls are being made.
+    /// The results of the current turn that are known before its calls are made.
     known: Results,
     /// Whether there is a session to be finished.
     is_open: bool,
 }
 
 impl Row {
-    /// Notes that the environment is dead for this row, whose reward has the name `name` where it has none of its own.
+    /// Records that the environment is dead for this row. `name` is the reward's name if the row has none yet.
     fn fail(&mut self, name: &str) {
-        (self.is_open, self.episode.has_failed) = (false, true);
+        self.is_open = false;
+        self.episode.has_failed = true;
         self.episode.reward_name.get_or_insert_with(|| name.to_string());
     }
 }
 
 impl<'a> Talk<'a> {
-    /// Opens the sessions of `rows`, which are responses to `asked`, and makes their prompts.
-    fn open(of: &'a ToolLoop, asked: &[&Prompt], rows: Range<usize>, generation: &GenerationConfig) -> Result<Self> {
+    /// Opens the sessions of `rows`, which are responses to `asked`, and creates their prompts.
+    fn open(
+        tool_loop: &'a ToolLoop,
+        asked: &[&Prompt],
+        rows: Range<usize>,
+        generation: &GenerationConfig,
+    ) -> Result<Self> {
         let size = generation.num_return_sequences;
-        let config = &of.config;
-        let most = if of.environment.in_lockstep() { rows.len() } else { config.max_environments };
-        let mut sessions = Sessions::new(of.environment.clone(), most.max(1), config.environment_failure_reward)?;
+        let config = &tool_loop.config;
+        let most = if tool_loop.environment.in_lockstep() { rows.len() } else { config.max_environments };
+        let mut sessions =
+            Sessions::new(tool_loop.environment.clone(), most.max(1), config.environment_failure_reward)?;
         for (at, row) in rows.clone().enumerate() {
-            let (group, columns) = (row / size, asked[row / size].row.as_object().cloned().unwrap_or_default());
-            // All rows of a group begin alike.
+            let group = row / size;
+            let columns = asked[group].row.as_object().cloned().unwrap_or_default();
+            // All rows of a group get the same seed, so that they begin alike.
             let number = generation.first_row / size as u64 + group as u64;
             let seed = session_seed(generation.seed, generation.step, number);
             let place = format!("response {} to {:?}", row % size + 1, shown(asked[group]));
@@ -266,7 +275,7 @@ impl<'a> Talk<'a> {
                 opened[row] = Some(match outcome {
                     Outcome::Opened(opened) => Ok(opened),
                     Outcome::Failed { reward, message } => {
-                        of.log.write(message.as_bytes());
+                        tool_loop.log.write(message.as_bytes());
                         Err(reward)
                     }
                     Outcome::Called(_) | Outcome::Finished(_) => continue,
@@ -274,11 +283,12 @@ impl<'a> Talk<'a> {
             }
         }
         let rows = opened.into_iter().flatten().zip(rows).map(|(opened, row)| {
-            let (is_open, failed) = (opened.is_ok(), opened.as_ref().err().copied());
+            let is_open = opened.is_ok();
+            let failed = opened.as_ref().err().copied();
             let opened = opened.unwrap_or_default();
-            let prompt = of.prompt(asked[row / size], &opened)?;
+            let prompt = tool_loop.prompt(asked[row / size], &opened)?;
             let Opened { tools, reward_name, .. } = opened;
-            let reward_name = if is_open { reward_name } else { Some(of.failure_reward.clone()) };
+            let reward_name = if is_open { reward_name } else { Some(tool_loop.failure_reward.clone()) };
             let episode = Episode {
                 prompt,
                 messages: Vec::new(),
@@ -294,19 +304,19 @@ impl<'a> Talk<'a> {
         });
         let rows = rows.collect::<Result<_>>()?;
         let most_tokens = generation.max_new_tokens;
-        Ok(Self { of, sessions, rows, most_tokens, decided: Vec::new(), pending: Vec::new(), busy: 0 })
+        Ok(Self { tool_loop, sessions, rows, most_tokens, decided: Vec::new(), pending: Vec::new(), busy: 0 })
     }
 
     /// Generates the responses, and ends the sessions.
     fn run(mut self, policy: &CausalLm, generation: &GenerationConfig) -> Result<Vec<(Response, Episode)>> {
         let prompts: Vec<Vec<i64>> = self.rows.iter().map(|row| row.episode.prompt.tokens.clone()).collect();
         let size = generation.num_return_sequences;
-        // A prompt that neighbours have in common is computed once.
+        // If the rows of each group have the same prompt, it is computed once per group.
         let same = prompts.len().is_multiple_of(size)
             && prompts.chunks(size).all(|group| group.iter().all(|prompt| *prompt == group[0]));
         let responses = if same {
-            let of_groups: Vec<&Vec<i64>> = prompts.iter().step_by(size).collect();
-            generate_turns(policy, &of_groups, generation, &mut self)?
+            let group_prompts: Vec<&Vec<i64>> = prompts.iter().step_by(size).collect();
+            generate_turns(policy, &group_prompts, generation, &mut self)?
         } else {
             let config = GenerationConfig { num_return_sequences: 1, ..generation.clone() };
             generate_turns(policy, &prompts, &config, &mut self)?
@@ -315,7 +325,7 @@ impl<'a> Talk<'a> {
         Ok(responses.into_iter().zip(self.rows.into_iter().map(|row| row.episode)).collect())
     }
 
-    /// Ends the open sessions, which give their rewards.
+    /// Ends the open sessions, and takes their rewards.
     fn finish(&mut self) -> Result<()> {
         let open: Vec<usize> = (0..self.rows.len()).filter(|&row| self.rows[row].is_open).collect();
         open.iter().try_for_each(|&row| self.sessions.finish(row))?;
@@ -335,8 +345,8 @@ impl<'a> Talk<'a> {
                         finished.reward
                     }
                     Outcome::Failed { reward, message } => {
-                        self.of.log.write(message.as_bytes());
-                        self.rows[row].fail(&self.of.failure_reward);
+                        self.tool_loop.log.write(message.as_bytes());
+                        self.rows[row].fail(&self.tool_loop.failure_reward);
                         Some(reward)
                     }
                     Outcome::Opened(_) | Outcome::Called(_) => continue,
@@ -347,11 +357,11 @@ impl<'a> Talk<'a> {
         Ok(())
     }
 
-    /// Makes the calls of a turn, now or with those of the other rows.
+    /// Makes the calls of a turn: now, or in lockstep together with those of the other rows.
     fn call(&mut self, at: usize, turn: Turn) -> Result<()> {
         let row = &mut self.rows[at];
         row.iterations += 1;
-        // A turn that cannot be read is a call that fails, where the settings say so.
+        // With `malformed_calls = error`, a turn that cannot be read counts as a failed call.
         let calls;
         (row.known, calls) = Results::of(turn);
         self.busy += 1;
@@ -369,7 +379,7 @@ impl<'a> Talk<'a> {
         self.sessions.call(at, calls)
     }
 
-    /// Takes the results of the calls that row `at` has made.
+    /// Takes the results of the calls of row `at`.
     fn answered(&mut self, at: usize, results: Vec<ToolResult>, done: bool) -> Result<()> {
         self.busy -= 1;
         let row = &mut self.rows[at];
@@ -383,8 +393,8 @@ impl<'a> Talk<'a> {
             self.decided.push((at, Next::End));
             return Ok(());
         }
-        let suffix = self.of.template.suffix(&messages)?;
-        // As the generation decides: a round that does not fit is not part of the response.
+        let suffix = self.tool_loop.template.suffix(&messages)?;
+        // The generation decides in the same way: a round that does not fit is not part of the response.
         if row.tokens + suffix.len() <= self.most_tokens {
             row.tokens += suffix.len();
             row.episode.messages.extend(messages);
@@ -397,11 +407,11 @@ impl<'a> Talk<'a> {
         match outcome {
             Outcome::Called(called) => self.answered(at, called.results, called.done),
             Outcome::Failed { reward, message } => {
-                self.of.log.write(message.as_bytes());
+                self.tool_loop.log.write(message.as_bytes());
                 self.busy -= 1;
                 let row = &mut self.rows[at];
                 row.episode.reward = Some(reward);
-                row.fail(&self.of.failure_reward);
+                row.fail(&self.tool_loop.failure_reward);
                 self.decided.push((at, Next::End));
                 Ok(())
             }
@@ -418,14 +428,14 @@ impl Turns for Talk<'_> {
         let begins =
             row.episode.messages.is_empty() && is_continued(prompt.row["prompt"].as_array().map_or(&[], Vec::as_slice));
         let turn = if begins {
-            self.of.template.read_continued(&prompt.tokens, tokens, &row.tools)?
+            self.tool_loop.template.read_continued(&prompt.tokens, tokens, &row.tools)?
         } else {
-            self.of.template.read_turn(tokens, &row.tools)?
+            self.tool_loop.template.read_turn(tokens, &row.tools)?
         };
         row.episode.messages.push(turn.message.clone());
-        let config = &self.of.config;
+        let config = &self.tool_loop.config;
         let may_call = row.is_open && config.max_tool_calling_iterations.is_none_or(|most| row.iterations < most);
-        // A call that is cut off is no fault.
+        // A malformed call that the length limit cut off is not an error of the policy.
         let is_read = turn.malformed.is_none() || finish == FinishReason::Stop;
         if may_call && is_read && config.has_results(&turn) {
             return self.call(at, turn);
@@ -436,7 +446,7 @@ impl Turns for Talk<'_> {
 
     fn decided(&mut self, wait: bool) -> Result<Vec<(usize, Next)>> {
         let in_lockstep = self.in_lockstep();
-        // Tools with a state see the rows in their order.
+        // Tools with shared state see the calls in the order of the rows.
         let mut pending = std::mem::take(&mut self.pending);
         pending.sort_by_key(|(row, _)| *row);
         pending.into_iter().try_for_each(|(row, calls)| self.submit(row, calls))?;
@@ -452,12 +462,12 @@ impl Turns for Talk<'_> {
     }
 
     fn in_lockstep(&self) -> bool {
-        self.of.environment.in_lockstep()
+        self.tool_loop.environment.in_lockstep()
     }
 }
 
-/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs them, and the metrics of environments; nothing without an environment.
-/// `may_fail` is whether the run continues if an environment dies.
+/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs it, and the metrics of environments; nothing if there are no episodes.
+/// `may_fail` says whether the run continues if an environment dies.
 pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode], may_fail: bool) {
     if episodes.is_empty() {
         return;

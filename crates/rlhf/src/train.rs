@@ -1,6 +1,6 @@
 //! Training: supervised fine-tuning, the reward model, DPO, distillation, PPO, and several as one pipeline.
 //!
-//! Each loop has the loading, the batches and the loss; [`crate::run`] has the rest of a run.
+//! Each trainer has its own loading, batches and loss; [`crate::run`] has the rest of a run.
 
 pub mod distill;
 pub mod dpo;
@@ -27,8 +27,8 @@ use rlhf_lm::optim::micro_batch::MicroBatchSettings;
 use rlhf_lm::tokenizer::Tokenizer;
 use std::path::Path;
 
-/// Writes the report of a run that has ended into its folder, unless its settings leave it out, and what is bad in its verdict to the
-/// console. A report that cannot be written is a warning. Rank 0 alone does so.
+/// Writes the report of a run that has ended into its folder, unless the settings leave it out, and the bad findings of its verdict to the
+/// console. A report that cannot be written is a warning. Only rank 0 does so.
 fn leave_report(run: &RunConfig, world: &World, console: &ConsoleOutput) {
     if !world.is_main() {
         return;
@@ -43,7 +43,7 @@ fn leave_report(run: &RunConfig, world: &World, console: &ConsoleOutput) {
     }
 }
 
-/// Returns the number of updates of a run of which `done` are done, for its title.
+/// Returns the number of updates of a run, of which `done` are done, for its title.
 fn updates_fact(updates: usize, done: usize) -> String {
     match done {
         0 => updates.to_string(),
@@ -72,7 +72,7 @@ fn describe_machine(run: &RunConfig, optim: Optim, device: tch::Device) -> [(&'s
     [("device", device), ("dtype", dtype)]
 }
 
-/// Returns the options for loading a model to train: without an adapter its weights are f32, for every dtype of its files.
+/// Returns the options for loading a model to train: without an adapter its weights are f32, whatever the dtype of its files.
 fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     let dtype = match options.dtype {
         Dtype::Auto if !gets_adapter => Dtype::Float32,
@@ -83,41 +83,42 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     ModelOptions { dtype, quantization, ..options }
 }
 
-/// Returns warnings about a model whose weights differ from those of the files in `dir`: other parts are left out, or they are rounded: at
-/// loading to `dtype`, to the dtype in which they are trained, where the base of an adapter is saved, or where an adapter was merged into quantized
+/// Returns warnings about a model whose weights differ from those of the files in `dir`: other parts are left out, or weights are rounded: at
+/// loading to `dtype`, to the dtype in which they are trained, in the saved base of an adapter, or where an adapter was merged into quantized
 /// weights.
 fn notes_on_weights<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>) -> Vec<String> {
-    let (dir, mut found) = (dir.display(), Vec::new());
+    let dir = dir.display();
+    let mut warnings = Vec::new();
     if let Some(parts) = model.parts_left_out() {
-        found.push(format!(
+        warnings.push(format!(
             "{dir}: the run trains and saves the language model alone: {parts} stay in this folder, and are not saved"
         ));
     }
     if model.was_merged_into_codes() {
-        found.push(format!(
+        warnings.push(format!(
             "{dir}: its adapter was merged into weights that the files of its base hold quantized, which loses most of a small change: \
              merged into the base in full precision by `rlhf merge`, with --load_in_4bit or --load_in_8bit in this run, it is kept"
         ));
     }
     if model.was_rounded_to_train() {
-        found.push(format!(
+        warnings.push(format!(
             "{dir}: optim = adamw_bf16 rounds weights that the files hold in another dtype to bfloat16: the run starts at the rounded ones"
         ));
     }
     if model.was_rounded() {
         let name = dtype.name();
-        found.push(format!(
+        warnings.push(format!(
             "{dir}: dtype = {name} rounds weights that the files hold in another: the run starts at the rounded ones"
         ));
     }
     if let Some(kind) = model.rounded_base() {
         let name = Dtype::of(kind).name();
-        found.push(format!(
+        warnings.push(format!(
             "{dir}: beside an adapter its weights are computed with in {name}, and {BASE_MODEL}, which the run saves, holds \
              them so, rounded"
         ));
     }
-    found
+    warnings
 }
 
 /// Returns the number of trained parameters and their share, as PEFT's `print_trainable_parameters` counts them.
@@ -126,7 +127,8 @@ fn trained_share(params: &[Param]) -> String {
         let params = params.iter().filter(|param| !trained || param.tensor.requires_grad());
         params.map(Param::numel).sum()
     };
-    let (trained, all) = (count(true), count(false));
+    let trained = count(true);
+    let all = count(false);
     format!("{trained} of {all} ({:.4} %)", 100.0 * trained as f64 / all as f64)
 }
 
@@ -156,7 +158,7 @@ fn fixed_state(
     FixedState { micro_batch, commits: commits.clone(), inputs: inputs.state(), checks: None, own: None }
 }
 
-/// Returns a warning about data that do not fill one update.
+/// Returns a warning about data with fewer rows than one update takes.
 fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<String> {
     (rows < batch_size).then(|| {
         format!(
@@ -173,11 +175,11 @@ fn small_dataset(data: &DataConfig, rows: usize, batch_size: usize) -> Option<St
 /// If there are none.
 pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &DataConfig) -> Result<()> {
     let (Some(every), false) = (eval.eval_steps, sources.has_eval()) else { return Ok(()) };
-    let given = format!("eval_steps = {every} (also set by eval_strategy): expected rows that are held out, and");
+    let expected = format!("eval_steps = {every} (also set by eval_strategy): expected rows that are held out, and");
     let keep = "eval_split_size keeps some of the training rows for it";
     if data.dataset_train_split == data.dataset_test_split {
         return Err(Error::Usage(format!(
-            "{given} dataset_train_split = dataset_test_split = {}; {keep}",
+            "{expected} dataset_train_split = dataset_test_split = {}; {keep}",
             data.dataset_test_split
         )));
     }
@@ -185,8 +187,9 @@ pub(crate) fn check_held_out(eval: &EvalConfig, sources: &Sources<'_>, data: &Da
         Some(split) => format!("--dataset_test_split {split} evaluates on that split"),
         None => keep.into(),
     };
-    let (names, split) = (data.describe(), &data.dataset_test_split);
-    Err(Error::Usage(format!("{given} dataset_name = {names} has no split `{split}`; {remedy}")))
+    let names = data.describe();
+    let split = &data.dataset_test_split;
+    Err(Error::Usage(format!("{expected} dataset_name = {names} has no split `{split}`; {remedy}")))
 }
 
 /// Refuses an encoder-decoder, whose folder or name is `dir`, for a `command` that trains models of one stack.
@@ -213,7 +216,7 @@ struct Gathered<T> {
     rows: Vec<T>,
     /// Number of rows of each dataset.
     lens: Vec<usize>,
-    /// Warnings about them.
+    /// Warnings about the rows.
     warnings: Vec<String>,
 }
 

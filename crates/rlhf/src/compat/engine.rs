@@ -33,13 +33,13 @@ use std::ops::Range;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// Rewards per column, `[B, L - 1]` f32: `-kl_coef * kl` in each, and each row's score, clipped to `clip_reward_value`, at the
-/// first action that is masked out, or at the last where none is.
+/// Rewards per column, `[B, L - 1]` f32: `-kl_coef * kl` in each column, plus each row's score, clipped to `clip_reward_value`, at the
+/// first action that is masked out, or at the last action where none is.
 ///
 /// `prompts` `[B, P]`; `log_probs`, `ref_log_probs` `[B, L - 1]`; `reward_score` `[B]`; `action_mask` `[B, L - 1]`, 1 = counts.
 ///
 /// # Panics
-/// If the shapes are others.
+/// If the shapes differ from these.
 pub fn compute_rewards(
     prompts: &Tensor,
     log_probs: &Tensor,
@@ -52,7 +52,8 @@ pub fn compute_rewards(
     let kl = math::kl(log_probs, ref_log_probs, &log_probs.ones_like().to_kind(Kind::Bool), config.kl.kl_estimator);
     let most = config.clip_reward_value.unwrap_or(f64::INFINITY);
     let scores = reward_score.to_kind(Kind::Float).clamp(-most, most);
-    let (before, response) = (kl.narrow(1, 0, start), response_columns(&kl, start));
+    let before = kl.narrow(1, 0, start);
+    let response = response_columns(&kl, start);
     let counted = counted(action_mask, start);
     let rewards = math::rewards(&response, &scores, &counted, config.kl.kl_coef, ScorePosition::AfterStop);
     Tensor::cat(&[-config.kl.kl_coef * before, rewards], 1)
@@ -62,7 +63,7 @@ pub fn compute_rewards(
 /// `[B, L - 1]`.
 ///
 /// # Panics
-/// If the shapes are others.
+/// If the shapes differ from these.
 pub fn ends(prompts: &Tensor, action_mask: &Tensor) -> Tensor {
     let start = prompts.size()[1] - 1;
     Tensor::from_slice(&counted(action_mask, start)).to_device(action_mask.device()) + (start + 1)
@@ -71,7 +72,7 @@ pub fn ends(prompts: &Tensor, action_mask: &Tensor) -> Tensor {
 /// Advantages, not whitened, and returns, `[B, A]` f32 each, of `values` and `rewards` `[B, L - 1]` from column `start` on.
 ///
 /// # Panics
-/// If the shapes are others, or `start` is out of range.
+/// If the shapes differ from these, or `start` is out of range.
 pub fn get_advantages_and_returns(
     values: &Tensor,
     rewards: &Tensor,
@@ -82,10 +83,10 @@ pub fn get_advantages_and_returns(
     math::gae(&rewards, &values, &values.ones_like().to_kind(Kind::Bool), config.gamma, config.lam)
 }
 
-/// The clipped loss of the actor, a scalar: its mean over `mask`. All are `[B, A]`; `logprobs` carries the gradient.
+/// The clipped loss of the actor, a scalar: its mean over `mask`. All tensors are `[B, A]`; `logprobs` carries the gradient.
 ///
 /// # Panics
-/// If the shapes are others.
+/// If the shapes differ from these.
 pub fn actor_loss_fn(
     logprobs: &Tensor,
     old_logprobs: &Tensor,
@@ -97,10 +98,10 @@ pub fn actor_loss_fn(
     math::policy_loss(logprobs, old_logprobs, advantages, &mask, config.policy_clip()).sum / count(&mask)
 }
 
-/// The clipped loss of the critic, a scalar: its mean over `mask`. All are `[B, A]`; `values` carries the gradient.
+/// The clipped loss of the critic, a scalar: its mean over `mask`. All tensors are `[B, A]`; `values` carries the gradient.
 ///
 /// # Panics
-/// If the shapes are others.
+/// If the shapes differ from these.
 pub fn critic_loss_fn(
     values: &Tensor,
     old_values: &Tensor,
@@ -163,15 +164,15 @@ impl Batch for RlhfExperience {
     }
 
     fn slice(&self, rows: Range<usize>) -> Self {
-        let of = |x: &Tensor| x.narrow(0, rows.start as i64, rows.len() as i64);
+        let slice = |x: &Tensor| x.narrow(0, rows.start as i64, rows.len() as i64);
         Self {
-            prompts: of(&self.prompts),
-            logprobs: of(&self.logprobs),
-            ref_logprobs: of(&self.ref_logprobs),
-            value: of(&self.value),
-            rewards: of(&self.rewards),
-            input_ids: of(&self.input_ids),
-            attention_mask: of(&self.attention_mask),
+            prompts: slice(&self.prompts),
+            logprobs: slice(&self.logprobs),
+            ref_logprobs: slice(&self.ref_logprobs),
+            value: slice(&self.value),
+            rewards: slice(&self.rewards),
+            input_ids: slice(&self.input_ids),
+            attention_mask: slice(&self.attention_mask),
         }
     }
 }
@@ -189,7 +190,7 @@ impl Batch for Vec<Vec<i64>> {
 /// Collects batches until there are enough to train on, then divides them into smaller ones, in order.
 #[derive(Debug)]
 pub struct MiniDataset<T> {
-    held: Vec<T>,
+    batches: Vec<T>,
     max_size: usize,
     small_batch_size: usize,
 }
@@ -197,29 +198,29 @@ pub struct MiniDataset<T> {
 impl<T: Batch> MiniDataset<T> {
     /// Collects `max_size` batches (DeepSpeed-Chat's `generation_batches`) and returns them in batches of `small_batch_size` rows.
     pub fn new(max_size: usize, small_batch_size: usize) -> Self {
-        Self { held: Vec::new(), max_size: max_size.max(1), small_batch_size: small_batch_size.max(1) }
+        Self { batches: Vec::new(), max_size: max_size.max(1), small_batch_size: small_batch_size.max(1) }
     }
 
-    /// Adds a batch; returns all collected ones, divided, when there are enough, and is then empty.
+    /// Adds a batch. When there are enough, returns all collected batches, divided, and is then empty.
     pub fn add(&mut self, batch: T) -> Option<Vec<T>> {
-        self.held.push(batch);
-        (self.held.len() >= self.max_size).then(|| {
-            let held = std::mem::take(&mut self.held);
+        self.batches.push(batch);
+        (self.batches.len() >= self.max_size).then(|| {
+            let batches = std::mem::take(&mut self.batches);
             let cut = |batch: &T| -> Vec<T> {
                 let starts = (0..batch.rows()).step_by(self.small_batch_size);
                 starts.map(|at| batch.slice(at..(at + self.small_batch_size).min(batch.rows()))).collect()
             };
-            held.iter().flat_map(cut).collect()
+            batches.iter().flat_map(cut).collect()
         })
     }
 
     /// Drops the collected batches.
     pub fn free(&mut self) {
-        self.held.clear();
+        self.batches.clear();
     }
 }
 
-/// The four models of RLHF, with the optimizers of two.
+/// The four models of RLHF, with the optimizers of actor and critic.
 #[derive(Debug)]
 pub struct RlhfEngine {
     /// The settings of each part.
@@ -232,10 +233,10 @@ pub struct RlhfEngine {
     pub reward: Rewards,
     /// Tokenizer of all models.
     pub tokenizer: Tokenizer,
-    /// Each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the step for both; initially
+    /// Each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the optimizer step for both; initially
     /// true where `unsupervised_dataset_name` is set.
     pub mixes_texts: bool,
-    /// Steps of the run, for learning rate schedules that fall; a constant rate needs none.
+    /// Number of steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,
     responses: Generated,
     steps: Steps,
@@ -261,7 +262,7 @@ struct Steps {
     iterations: usize,
     /// Whether f16 gradients of actor and critic overflowed in the last step.
     overflow: (bool, bool),
-    /// Sums of a `train_rlhf` whose step [`RlhfEngine::train_unsupervised`] will take.
+    /// Sums of a `train_rlhf` that waits for [`RlhfEngine::train_unsupervised`] to take the step.
     waiting: Option<StepStats>,
 }
 
@@ -281,12 +282,13 @@ impl RlhfEngine {
         Self::from_config_with(config, Rewards::new())
     }
 
-    /// [`RlhfEngine::from_config`] with further rewards beside those that `config` names; these may then be none.
+    /// [`RlhfEngine::from_config`] with the rewards `more` in addition to those that `config` names, which may then name none.
     ///
     /// # Errors
     /// The errors of [`RlhfEngine::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let (run, world) = (PpoRun::new(config)?, World::of_process());
+        let run = PpoRun::new(config)?;
+        let world = World::of_process();
         let Loaded { mut parts, cursor, .. } = Loaded::of_run(&run, more, Found::default(), &world)?;
         parts.prepare(&run)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, .. } = parts;
@@ -298,21 +300,22 @@ impl RlhfEngine {
         Ok(engine)
     }
 
-    /// Loads the models that `config` names, without prompts: the caller has them, and `dataset_name` is not read. `more` are further
-    /// rewards beside those that `config` names; these may then be none.
+    /// Loads the models that `config` names, without prompts: the caller has them, and `dataset_name` is not read. The rewards are `more`
+    /// in addition to those that `config` names, which may then name none.
     ///
     /// # Errors
     /// If a model cannot be loaded; if a setting has no effect here.
     pub fn from_models(config: &PpoConfig, more: Rewards) -> Result<Self> {
-        let (run, world) = (PpoRun::new(config)?, World::of_process());
+        let run = PpoRun::new(config)?;
+        let world = World::of_process();
         let Models { learner, reference, rewards, tokenizer, .. } = Models::of_run(&run, more, &world)?;
         Self::with_learner(learner, needed(reference)?, rewards, tokenizer, run)
     }
 
-    /// Creates an engine of loaded models, without prompts.
+    /// Creates an engine from loaded models, without prompts.
     ///
     /// # Errors
-    /// If a setting is given that the engine does not use, or there is not enough disk space for the offloaded parts.
+    /// If a setting is set that the engine does not use, or there is not enough disk space for the offloaded parts.
     pub fn new(
         actor: CausalLm,
         reference: CausalLm,
@@ -404,15 +407,15 @@ impl RlhfEngine {
         })
     }
 
-    /// The settings: those of `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, with any changes.
+    /// The settings: `PpoConfig::with_preset(Preset::DeepspeedChat, ..)`, with any changes.
     pub fn config(&self) -> &PpoConfig {
         &self.run.config
     }
 
-    /// Replaces the settings of the next calls. Those of models and optimizers stay as the engine was made with them.
+    /// Replaces the settings of the next calls. The settings of models and optimizers stay as they were when the engine was made.
     ///
     /// # Errors
-    /// If a setting is out of its range: the earlier ones stay.
+    /// If a setting is out of its range: the earlier settings stay.
     pub fn set_config(&mut self, config: &PpoConfig) -> Result<()> {
         self.run = PpoRun::new(config)?;
         Ok(())
@@ -427,8 +430,8 @@ impl RlhfEngine {
     /// 1 at tokens; `None` if the engine has no data. The data are reshuffled in each pass.
     pub fn next_prompts(&mut self) -> Option<(Tensor, Tensor)> {
         let config = &self.run.config;
-        let of_rank = config.generation.per_device_generation_batch_size.unwrap_or(config.rows_per_pass());
-        let rows = self.data.cursor.as_mut()?.take(of_rank * self.learner.world.size());
+        let rows_per_rank = config.generation.per_device_generation_batch_size.unwrap_or(config.rows_per_pass());
+        let rows = self.data.cursor.as_mut()?.take(rows_per_rank * self.learner.world.size());
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
         Some(padded_left(&prompts, self.pad()))
     }
@@ -494,21 +497,24 @@ impl RlhfEngine {
         }
         let Some((prompts, mask)) = &self.responses.last else { unreachable!("reused responses have stored prompts") };
         let rows = Tensor::from_slice(&kept.rows.iter().map(|&row| row as i64).collect::<Vec<_>>());
-        let (prompts, mask) = (prompts.index_select(0, &rows), mask.index_select(0, &rows));
-        let (ragged, responses) = (unpadded(&prompts, &mask)?, kept.responses);
-        let noted = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
+        let prompts = prompts.index_select(0, &rows);
+        let mask = mask.index_select(0, &rows);
+        let ragged = unpadded(&prompts, &mask)?;
+        let responses = kept.responses;
+        let has_logprobs = responses.iter().all(|response| response.logprobs.len() == response.tokens.len());
 
         let scores = self.scores(&ragged, &responses)?;
         let learner = &self.learner;
         let settings = self.run.rollout(&learner.policy);
-        let recompute_logprobs = kept.reused || !noted || settings.recompute_logprobs;
+        let recompute_logprobs = kept.reused || !has_logprobs || settings.recompute_logprobs;
         let compares_sampling = settings.compares_sampling && !kept.reused;
         let left_out = self.responses.left_out.clone();
         let settings = RolloutSettings { recompute_logprobs, compares_sampling, left_out, ..settings };
         let models = learner.rollout_models(&self.reference);
         let e = experience(models, &ragged, &responses, scores, &settings)?;
 
-        let (width, longest) = (prompts.size()[1], e.lengths().into_iter().max().unwrap_or(0).max(1));
+        let width = prompts.size()[1];
+        let longest = e.lengths().into_iter().max().unwrap_or(0).max(1);
         let columns = |x: &Tensor| {
             let response = x.narrow(1, 0, longest);
             response.constant_pad_nd([width - 1, 0])
@@ -531,7 +537,7 @@ impl RlhfEngine {
         })
     }
 
-    /// Scores of the responses, without an end token that is left out of the losses.
+    /// Scores of the responses; a last end token that is left out of the losses is not scored.
     fn scores(&mut self, prompts: &[Vec<i64>], responses: &[Response]) -> Result<Tensor> {
         let read: Vec<Response> = responses
             .iter()
@@ -586,7 +592,7 @@ impl RlhfEngine {
         Ok(losses)
     }
 
-    /// Accumulates `unsup_coef` times the gradient of the mean negative log-likelihood of `batch`, beside that of
+    /// Accumulates `unsup_coef` times the gradient of the mean negative log-likelihood of `batch` on top of the gradients of
     /// [`RlhfEngine::train_rlhf`], and takes the step for both; returns that mean.
     ///
     /// # Errors
@@ -598,13 +604,13 @@ impl RlhfEngine {
                 "train_unsupervised takes the step of the train_rlhf before it, and none waits: set mixes_texts";
             Error::Usage(message.into())
         })?;
-        // Gradients of a part of the texts would be in the next step.
+        // Without this, the gradients of some of the texts would remain for the next step.
         let loss = self.learner.learn_texts(batch, unsup_coef).inspect_err(|_| self.learner.zero_grad())?;
         self.step(StepStats { unsup_loss: loss, ..stats })?;
         Ok(loss)
     }
 
-    /// A padded batch as the ragged rows that the learner takes.
+    /// Converts a padded batch to the ragged rows that the learner takes.
     fn ragged(&self, e: &RlhfExperience) -> Result<Experience> {
         check_shapes(e)?;
         let (_, len) = e.input_ids.size2()?;
@@ -619,7 +625,7 @@ impl RlhfEngine {
             return Err(Error::Run(message.into()));
         }
         let value = math::value_mask(&counted, len - width, ScorePosition::AfterStop, device);
-        let of_response = |x: &Tensor, mask: &Tensor| math::keep(&response_columns(x, start), mask);
+        let response_part = |x: &Tensor, mask: &Tensor| math::keep(&response_columns(x, start), mask);
         let sequences = unpadded(&e.input_ids, &e.attention_mask)?;
         let split = |(tokens, &counted): (Vec<i64>, &i64)| {
             let (prompt, response) = tokens.split_at(tokens.len() - counted as usize);
@@ -632,11 +638,11 @@ impl RlhfEngine {
             prompts,
             responses,
             value_counts: counted.iter().map(|&n| (n + 1).min(len - width)).collect(),
-            logprobs: of_response(&e.logprobs, &value),
+            logprobs: response_part(&e.logprobs, &value),
             sampling_logprobs: None,
-            ref_logprobs: Some(of_response(&e.ref_logprobs, &value)),
-            values: of_response(&e.value, &value),
-            // The slot behind the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; else
+            ref_logprobs: Some(response_part(&e.ref_logprobs, &value)),
+            values: response_part(&e.value, &value),
+            // The slot after the tokens that count may hold an eos that is in no loss, whose KL is part of the rewards; otherwise
             // both log-probabilities are 0 there.
             sampled: counted.clone(),
             masks: Masks { response: value.shallow_clone(), loss: response, value, value_loss, inserted: None },
@@ -694,13 +700,13 @@ impl RlhfEngine {
         self.steps.iterations
     }
 
-    /// Sum of the norms of each model's parameters, by the names `actor`, `ref`, `critic` and `reward`; several reward models have the
-    /// sum of all.
+    /// Sum of the norms of each model's parameters, by the names `actor`, `ref`, `critic` and `reward`; several reward models are summed.
     pub fn model_norms(&self) -> [(&'static str, f64); 4] {
-        let sum = |params: &[Param]| params.iter().map(|param| norm_of(&param.tensor)).sum::<f64>();
+        let sum = |params: &[Param]| params.iter().map(|param| norm(&param.tensor)).sum::<f64>();
         let critic = self.learner.value.model().map_or(0.0, |critic| sum(critic.params()));
         let reward = self.reward.models().map(|model| sum(model.classifier().params())).sum();
-        let (actor, reference) = (sum(self.learner.policy.params()), sum(self.reference.params()));
+        let actor = sum(self.learner.policy.params());
+        let reference = sum(self.reference.params());
         [("actor", actor), ("ref", reference), ("critic", critic), (name_of!(self.reward), reward)]
     }
 
@@ -709,10 +715,11 @@ impl RlhfEngine {
     /// # Errors
     /// If a token cannot be decoded.
     pub fn responses(&self, experience: &RlhfExperience) -> Result<Vec<(String, String)>> {
-        let (ids, width) = (&experience.input_ids, experience.prompts.size()[1]);
+        let ids = &experience.input_ids;
+        let width = experience.prompts.size()[1];
         let all = unpadded(ids, &experience.attention_mask)?;
-        let of_prompt = experience.attention_mask.narrow(1, 0, width);
-        let prompts = unpadded(&experience.prompts, &of_prompt)?;
+        let prompt_mask = experience.attention_mask.narrow(1, 0, width);
+        let prompts = unpadded(&experience.prompts, &prompt_mask)?;
         let texts = all.iter().zip(&prompts).map(|(all, prompt)| {
             Ok((self.tokenizer.decode(prompt)?, self.tokenizer.decode_after(prompt, &all[prompt.len()..])?))
         });
@@ -729,8 +736,11 @@ impl RlhfEngine {
     }
 
     fn write(&self, dir: &Path) -> Result<()> {
-        let (eos, pad, run) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), &self.run.config.run);
-        let (most, dtype) = (run.max_shard_size.0, run.save_dtype);
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
+        let run = &self.run.config.run;
+        let most = run.max_shard_size.0;
+        let dtype = run.save_dtype;
         let write = |dir: &Path| {
             self.learner.policy.save_pretrained_as(dir, eos, pad, most, dtype)?;
             self.tokenizer.save_pretrained(dir)
@@ -751,12 +761,12 @@ impl RlhfEngine {
     }
 }
 
-/// The reference model, which the engine cannot be without.
+/// The reference model; the engine needs one.
 fn needed(reference: Option<CausalLm>) -> Result<CausalLm> {
     reference.ok_or_else(|| Error::Usage("RlhfEngine: expected a reference model, found none".into()))
 }
 
-fn norm_of(x: &Tensor) -> f64 {
+fn norm(x: &Tensor) -> f64 {
     tch::no_grad(|| x.to_kind(Kind::Float).norm().double_value(&[]))
 }
 
@@ -787,7 +797,8 @@ fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<i64>>> {
     if ids.size() != mask.size() {
         return Err(Error::Run(format!("expected a mask of shape {:?}, found {:?}", ids.size(), mask.size())));
     }
-    let (ids, mask) = (Vec::<Vec<i64>>::try_from(ids)?, Vec::<Vec<i64>>::try_from(mask.to_kind(Kind::Int64))?);
+    let ids = Vec::<Vec<i64>>::try_from(ids)?;
+    let mask = Vec::<Vec<i64>>::try_from(mask.to_kind(Kind::Int64))?;
     let rows = ids.iter().zip(&mask).enumerate().map(|(row, (ids, mask))| {
         let tokens: Vec<i64> = ids.iter().zip(mask).filter(|(_, m)| **m != 0).map(|(id, _)| *id).collect();
         if tokens.is_empty() {
@@ -802,10 +813,10 @@ fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<i64>>> {
 /// `rows` padded on the left, `[B, P]` i64, and their mask.
 fn padded_left(rows: &[&[i64]], pad: i64) -> (Tensor, Tensor) {
     let width = rows.iter().map(|row| row.len()).max().unwrap_or(0);
-    let fill = |of_pad: i64, of_token: &dyn Fn(i64) -> i64| {
+    let fill = |padding: i64, value: &dyn Fn(i64) -> i64| {
         let row = |row: &&[i64]| -> Vec<i64> {
-            let padding = std::iter::repeat_n(of_pad, width - row.len());
-            padding.chain(row.iter().map(|&id| of_token(id))).collect()
+            let left = std::iter::repeat_n(padding, width - row.len());
+            left.chain(row.iter().map(|&id| value(id))).collect()
         };
         Tensor::from_slice(&rows.iter().flat_map(row).collect::<Vec<i64>>()).view([-1, width as i64])
     };

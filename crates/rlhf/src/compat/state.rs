@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// The state of every loop in its folder, beside that of its `kind`.
+/// The state of every loop in its folder, in addition to the state of its `kind`.
 #[derive(Debug, Serialize, Deserialize)]
 struct LoopState {
     kind: String,
@@ -19,8 +19,8 @@ struct LoopState {
     micro_batch_tokens: usize,
 }
 
-/// Writes the folder `dir`: the models as `write_models` does, the optimizers, and `state` of a loop of this `kind`. The folder appears by
-/// one rename, and an older one of its name stays whole until then.
+/// Writes the folder `dir`: the models by `write_models`, the optimizers, and `state` of a loop of this `kind`. The folder appears by
+/// one rename; until then an older folder of this name stays whole.
 ///
 /// # Errors
 /// If a file cannot be written; if `dir` is no name of a folder, or one that holds something else.
@@ -36,7 +36,7 @@ pub(super) fn save(
     if dir.exists() && !dir.is_dir() {
         return Err(Error::invalid(dir, "expected a folder for the state, or none yet, found a file"));
     }
-    // A checkpoint of a run has a file of this name too, and another content.
+    // A checkpoint of a run has a file of this name too, with other content.
     let is_state = || read_json(&dir.join(STATE)).is_ok_and(|state| state["kind"].is_string());
     if std::fs::read_dir(dir).is_ok_and(|mut files| files.next().is_some()) && !is_state() {
         return Err(Error::invalid(dir, "expected a new folder, or one of an earlier save_state, found other files"));
@@ -51,15 +51,15 @@ pub(super) fn save(
         commit_among_others(parent, name, |dir| {
             write_models(dir)?;
             learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
-            let of_value = learner.optimizers.value.as_ref();
-            of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
+            let value_optimizer = learner.optimizers.value.as_ref();
+            value_optimizer.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
             write_text(&dir.join(STATE), &pretty(&state))
         })
     })
 }
 
-/// Reads the state of a loop of this `kind` in the folder `dir`, and the models and optimizers of `learner`, which is half loaded until the
-/// caller has done its part.
+/// Reads the state of a loop of this `kind` from the folder `dir`, with the models and optimizers of `learner`. The learner stays half loaded
+/// until the caller has restored the rest of the state.
 ///
 /// # Errors
 /// If the folder holds no such state, or one that does not fit the models.
@@ -86,10 +86,10 @@ pub(super) fn load<S: DeserializeOwned>(learner: &mut Learner, dir: &Path, kind:
     learner.optimizers.is_half_loaded = true;
     learner.policy.load_trained(dir)?;
     learner.optimizers.policy.load(&dir.join(OPTIMIZER))?;
-    let of_value = dir.join(VALUE_MODEL);
+    let value_dir = dir.join(VALUE_MODEL);
     if let (Some(value), Some(optimizer)) = (learner.value.model_mut(), &mut learner.optimizers.value) {
-        value.load_trained(&of_value)?;
-        optimizer.load(&of_value.join(OPTIMIZER))?;
+        value.load_trained(&value_dir)?;
+        optimizer.load(&value_dir.join(OPTIMIZER))?;
     }
     learner.micro_batch_tokens = common.micro_batch_tokens;
     learner.zero_grad();

@@ -86,13 +86,13 @@ pub struct Generate {
     pub sampling: Sampling,
     /// Most tokens of a response, without a `length_sampler`.
     pub max_new_tokens: usize,
-    /// Least tokens of a response.
+    /// Fewest tokens of a response.
     pub min_new_tokens: usize,
     /// Tokens that end a response; `None`: the tokenizer's eos.
     pub stop_token_ids: Option<Vec<i64>>,
     /// Penalty on tokens that are in the query or the response already; 1 for none.
     pub repetition_penalty: f64,
-    /// Draws the most tokens of a response, once per `batch_size` queries.
+    /// Draws the maximum number of tokens of a response, once per `batch_size` queries.
     pub length_sampler: Option<LengthSampler>,
     /// Queries per batch; 0 is 1.
     pub batch_size: usize,
@@ -103,7 +103,7 @@ pub struct Generate {
 }
 
 impl Generate {
-    /// Responses of at most `max_new_tokens` tokens from the policy's own distribution, without queries, four per batch.
+    /// Responses of at most `max_new_tokens` tokens from the policy's own distribution, without the queries, four per batch.
     pub fn new(max_new_tokens: usize) -> Self {
         Self {
             sampling: Sampling::at_temperature(1.0),
@@ -168,7 +168,8 @@ impl DataLoader {
     /// # Errors
     /// If the caller's order has a row that is out of range.
     pub fn epoch(&mut self) -> Result<impl Iterator<Item = Vec<Prompt>> + use<>> {
-        let (pass, count) = (self.pass, self.prompts.len());
+        let pass = self.pass;
+        let count = self.prompts.len();
         let order = (self.order)(pass, count);
         if let Some(row) = order.iter().find(|&&row| row >= count) {
             return Err(Error::Run(format!("order: pass {pass}: expected rows below {count}, found row {row}")));
@@ -215,7 +216,7 @@ pub struct StepTrainer {
     counts: Counts,
 }
 
-/// The output folder of a [`StepTrainer`], and where else it writes.
+/// The output folder of a [`StepTrainer`], and the other places that it writes to.
 struct Output {
     best: Option<Best>,
     /// Repository of the best models, on rank 0.
@@ -254,16 +255,16 @@ impl Drop for StepTrainer {
 }
 
 /// Returns the reference model of `policy`: the caller's, or else a frozen copy, which shares `num_shared_layers` lower layers with the
-/// policy, or the base of an adapter.
+/// policy, or the base model of an adapter.
 ///
 /// # Errors
 /// If the caller's reference does not fit the policy or cannot share layers.
-fn reference_of(
+fn build_reference(
     policy: &mut CausalLm,
-    of_caller: Option<CausalLm>,
+    caller_reference: Option<CausalLm>,
     num_shared_layers: Option<usize>,
 ) -> Result<CausalLm> {
-    let reference = match (of_caller, num_shared_layers) {
+    let reference = match (caller_reference, num_shared_layers) {
         (Some(_), Some(layers)) => {
             return Err(Error::refused(
                 "num_shared_layers",
@@ -276,9 +277,10 @@ fn reference_of(
         (None, None) => policy.frozen_copy()?,
     };
     check_same_kind("reference", policy.config(), reference.config())?;
-    let (own, others) = (policy.config().vocab_size, reference.config().vocab_size);
-    if own != others {
-        let message = format!("the reference's vocabulary: expected the policy's {own} tokens, found {others}");
+    let expected = policy.config().vocab_size;
+    let found = reference.config().vocab_size;
+    if expected != found {
+        let message = format!("the reference's vocabulary: expected the policy's {expected} tokens, found {found}");
         return Err(Error::Usage(message));
     }
     Ok(reference)
@@ -323,18 +325,19 @@ impl StepTrainer {
         let (mut policy, head) = model.into_parts();
         let mut tokenizer = tokenizer;
         tokenizer.set_encoder_decoder(policy.config().is_encoder_decoder());
-        let reference = reference_of(&mut policy, reference, config.num_shared_layers)?;
+        let reference = build_reference(&mut policy, reference, config.num_shared_layers)?;
         // One rank writes to the folder.
         let world = World::of_process();
-        let own_dir = config.output_dir.as_deref().filter(|_| world.is_main());
-        let hold = world.agree(own_dir.map(|dir| claim_folder(dir, false, ppo)).transpose())?;
-        let reporter = own_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, ppo));
+        let rank_dir = config.output_dir.as_deref().filter(|_| world.is_main());
+        let hold = world.agree(rank_dir.map(|dir| claim_folder(dir, false, ppo)).transpose())?;
+        let reporter = rank_dir.map(|dir| open_reporter(dir, &config.tracker_project_name, ppo));
         let reporter = world.agree(reporter.transpose())?;
         let to = config.destination()?;
         let repository = || to.as_ref().map(|to| Hub::from_env().repository(to)).transpose();
         let repository = world.on_main(repository)?.flatten();
         let keeps_best = config.keep_best || to.is_some();
-        let (seed, learning_rate) = (config.seed, config.learning_rate);
+        let seed = config.seed;
+        let learning_rate = config.learning_rate;
         let critic = if run.needs_critic { ValueModel::from(head) } else { ValueModel::None };
         Ok(Self {
             rollout: RolloutSettings { compares_sampling: false, ..run.rollout(&policy) },
@@ -373,7 +376,7 @@ impl StepTrainer {
         Self::new(config, model, None, tokenizer)
     }
 
-    /// The settings; they cannot be changed, a new trainer of the same models can have others.
+    /// The settings; they cannot be changed, but a new trainer of the same models can have others.
     pub fn config(&self) -> &StepConfig {
         &self.config
     }
@@ -400,7 +403,7 @@ impl StepTrainer {
     /// The errors of [`Dataset::prompts`].
     pub fn prepare_dataloader(&self, dataset: &Dataset) -> Result<DataLoader> {
         let policy = self.learner.policy.config();
-        // A decoder reads the response behind the prompt.
+        // A decoder reads the response after the prompt, so one position is left for it.
         let most = policy.max_position_embeddings - usize::from(!policy.is_encoder_decoder());
         let prompts = dataset.prompts(&self.tokenizer, policy.vocab_size, most)?;
         let seed = self.config.seed;
@@ -451,12 +454,12 @@ impl StepTrainer {
     }
 
     /// Runs one PPO step on `queries`, `responses` and `scores`, any number of rows; returns its statistics. With several ranks every
-    /// rank passes the same rows, those of the whole batch, and the passes over them are divided.
+    /// rank passes all rows of the batch, and the passes over them are divided.
     ///
     /// A response of an encoder-decoder has no start token before it.
     ///
     /// `response_masks`, an entry per token of each response, masks out tokens that the policy did not sample. A KL
-    /// below -1 makes a warning on standard error.
+    /// below -1 causes a warning on standard error.
     ///
     /// # Errors
     /// If the rows do not match or do not fit the model, a score is not finite in f32, or the learning rate of the schedule is below 0 or
@@ -525,7 +528,8 @@ impl StepTrainer {
         let problems: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
         match problems.first() {
             Some(problem) => {
-                let (step, bad) = (self.counts.steps, problems.len());
+                let step = self.counts.steps;
+                let bad = problems.len();
                 Err(Error::Run(format!("step {step}: {bad} of {all} optimizer steps not taken: {problem}")))
             }
             None => Ok(self.gather_stats(stats)),
@@ -565,10 +569,11 @@ impl StepTrainer {
         Ok(experience)
     }
 
-    /// Refuses rows that are none, do not match, or have an empty response.
+    /// Refuses empty batches, rows that do not match, and empty responses.
     fn check_rows(&self, queries: &[Vec<i64>], responses: &[Vec<i64>]) -> Result<()> {
         if queries.len() != responses.len() {
-            let (queries, responses) = (queries.len(), responses.len());
+            let queries = queries.len();
+            let responses = responses.len();
             return Err(Error::Run(format!(
                 "expected a response for each of {queries} queries, found {responses} responses"
             )));
@@ -582,7 +587,7 @@ impl StepTrainer {
         self.check_starts(responses)
     }
 
-    /// Refuses responses that all start with the decoder's start token, as those that transformers generates do: the model adds it.
+    /// Refuses responses that all start with the decoder's start token, as those that transformers generates: the model adds it itself.
     fn check_starts(&self, responses: &[Vec<i64>]) -> Result<()> {
         let policy = self.learner.policy.config();
         let start = policy.decoder_start_token_id.filter(|_| policy.is_encoder_decoder());
@@ -661,11 +666,11 @@ impl StepTrainer {
             )));
         }
         self.counts.logged += 1;
-        let of_f32: Vec<f32> = rewards.iter().map(|&reward| reward as f32).collect();
+        let rewards_f32: Vec<f32> = rewards.iter().map(|&reward| reward as f32).collect();
         let mut all = stats.clone();
-        all.push("env/reward_mean", mean(&of_f32));
-        all.push("env/reward_std", variance(&of_f32).sqrt());
-        all.push_list("env/reward_dist", of_f32);
+        all.push("env/reward_mean", mean(&rewards_f32));
+        all.push("env/reward_std", variance(&rewards_f32).sqrt());
+        all.push_list("env/reward_dist", rewards_f32);
         let Some(reporter) = &mut self.output.reporter else { return Ok(all) };
         let mut metrics = Metrics::default();
         metrics.push("step", self.counts.logged as f64);
@@ -685,7 +690,8 @@ impl StepTrainer {
             conversation: None,
         };
         let samples: Vec<Sample> = texts.query.iter().zip(texts.response).zip(rewards).map(sample).collect();
-        let (step, source) = (self.counts.logged, SampleSource::SamplePrompts);
+        let step = self.counts.logged;
+        let source = SampleSource::SamplePrompts;
         reporter.emit(&Event::Samples { step, episode: step * rows[0], source, samples: &samples })?;
         Ok(all)
     }
@@ -717,7 +723,8 @@ impl StepTrainer {
         ];
         facts.extend(c.exp_name.clone().map(|name| ("experiment", name)));
         facts.extend(c.task_name.clone().map(|name| ("task", name)));
-        let (base_model, is_adapter) = (Some(c.model_name.as_path()), self.learner.policy.has_adapter());
+        let base_model = Some(c.model_name.as_path());
+        let is_adapter = self.learner.policy.has_adapter();
         Card { command: "ppo", base_model, is_adapter, facts: &facts }.write(dir)
     }
 
@@ -738,25 +745,25 @@ impl StepTrainer {
     }
 
     /// Saves the model that sampled these responses as the best one, if a comparison is due and their mean raw score is
-    /// the best so far. Scaled scores would be compared by a running deviation that changes.
+    /// the best so far. Raw scores are compared because scaled ones depend on a running deviation, which changes.
     fn keep_best(&mut self, scores: &[f64]) -> Result<()> {
         let Some((mut best, dir)) = self.output.best.take().zip(self.config.output_dir.as_ref()) else { return Ok(()) };
         let mut metrics = Metrics::default();
         metrics.push(MEAN_SCORE, scores.iter().sum::<f64>() / scores.len() as f64);
         let due = self.counts.steps.is_multiple_of(self.config.compare_steps);
-        let looked = best.compare(&metrics, self.counts.steps, due, false);
+        let compared = best.compare(&metrics, self.counts.steps, due, false);
         let is_best = best.is_due(self.counts.steps);
-        let kept = looked.and_then(|_| {
+        let written = compared.and_then(|_| {
             self.learner.save_together(|| best.write(dir, self.counts.steps, |dir| self.write_model(dir)).map(drop))
         });
-        if kept.is_ok() && is_best {
+        if written.is_ok() && is_best {
             self.push_best(dir);
         }
-        if kept.is_ok() {
+        if written.is_ok() {
             best.mark_written(self.counts.steps);
         }
         self.output.best = Some(best);
-        kept
+        written
     }
 
     /// Pushes the best model to the hub, if it is pushed. A failure is a warning.

@@ -35,15 +35,15 @@ pub(super) fn render(
     tokenizer.render_chat(&messages, add_generation_prompt, &variables)
 }
 
-/// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template: those of
-/// `chat_template_kwargs`, and `tools`.
+/// Returns the messages in `fields` of a row, joined, and the row's variables for the chat template: `chat_template_kwargs`
+/// and `tools`.
 pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, Map<String, Value>)> {
     let mut conversation = Vec::new();
     for name in fields {
         let messages = field(row, name).and_then(Value::as_array).filter(|messages| !messages.is_empty());
         let wrong = || {
             let message = expected(name, "a list of at least one message", row);
-            Error::Run(format!("{message}{}", hint_of_whole(row, fields)))
+            Error::Run(format!("{message}{}", whole_hint(row, fields)))
         };
         join(&mut conversation, messages.ok_or_else(wrong)?);
     }
@@ -63,7 +63,7 @@ pub(super) fn conversation(row: &Value, fields: &[&str]) -> Result<(Vec<Value>, 
 /// Returns the prompt of a row as messages; a text is the user's.
 ///
 /// # Errors
-/// If the row has token ids alone, or messages that are not valid.
+/// If the row has only token ids, or messages that are not valid.
 pub(crate) fn prompt_messages(row: &Value) -> Result<Vec<Value>> {
     match prompt_field(row) {
         Some((name, Value::Array(_))) => {
@@ -81,8 +81,8 @@ pub(crate) fn prompt_messages(row: &Value) -> Result<Vec<Value>> {
     }
 }
 
-/// Appends `messages` to a conversation. Where this ends with the beginning of the assistant's message and they start with the assistant's, the
-/// two are one message.
+/// Appends `messages` to a conversation. If the conversation ends with the beginning of an assistant's message and `messages` start with an
+/// assistant's message, the two are joined into one.
 fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
     let is_open =
         |message: Option<&Value>| message.is_some_and(|m| m["role"] == "assistant" && m["content"].is_string());
@@ -101,7 +101,7 @@ fn join(conversation: &mut Vec<Value>, messages: &[Value]) {
 }
 
 /// Returns the end of the error about a prompt that is a string before a side of a pair in messages, if that side is a whole conversation.
-fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
+fn whole_hint(row: &Value, fields: &[&str]) -> String {
     let is_whole = |side: &&str| row[*side][0]["role"].as_str().is_some_and(|role| role != "assistant");
     let sides = match fields {
         ["prompt", side @ ("chosen" | "rejected")] => vec![*side],
@@ -116,19 +116,19 @@ fn hint_of_whole(row: &Value, fields: &[&str]) -> String {
 
 /// Returns the `tools` of a row, a list of objects or that list in JSON, as TRL passes it to the chat template.
 fn tools(row: &Value) -> Result<Option<Value>> {
-    let found = match field(row, "tools") {
-        // A blank cell of CSV.
+    let parsed = match field(row, "tools") {
+        // A blank cell of CSV counts as no tools.
         Some(Value::String(text)) if text.trim().is_empty() => None,
         Some(Value::String(text)) => Some(serde_json::from_str(text).unwrap_or_default()),
         Some(tools) => Some(without_nulls(tools)),
         None => None,
     };
     let is_list = |tools: &Value| tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object));
-    match found {
+    match parsed {
         Some(tools) if !is_list(&tools) => {
             Err(Error::Run(expected("tools", "a list of tools as objects, or that list in JSON", row)))
         }
-        found => Ok(found),
+        tools => Ok(tools),
     }
 }
 
@@ -143,7 +143,7 @@ pub(super) fn encode_prompt_and_response(
     Ok((whole, prompt_len))
 }
 
-/// As [`encode_prompt_and_response`], with the text.
+/// [`encode_prompt_and_response`], also with the text.
 pub(super) fn render_prompt_and_response(
     row: &Value,
     tokenizer: &Tokenizer,

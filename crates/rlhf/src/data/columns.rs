@@ -43,8 +43,8 @@ impl Columns {
         Ok(Self { fields })
     }
 
-    /// Adds the fields to `row`; the columns stay as they are. Removes other fields that would take precedence over a field
-    /// that is given.
+    /// Adds the fields to `row`; the columns stay as they are. Removes other fields that would take precedence over an added
+    /// field.
     ///
     /// # Errors
     /// If the row lacks a column.
@@ -69,7 +69,7 @@ impl Columns {
             };
             read.push((*field, value));
         }
-        let given = |name: &str| self.fields.iter().any(|(field, column)| column.is_some() && *field == name);
+        let is_read = |name: &str| self.fields.iter().any(|(field, column)| column.is_some() && *field == name);
         let Some(fields) = row.value.as_object_mut() else { return Ok(()) };
         for (field, column) in &self.fields {
             if column.is_none() {
@@ -77,7 +77,7 @@ impl Columns {
                 continue;
             }
             let others = FIELDS.iter().find(|(name, _)| name == field).map_or(&[][..], |(_, others)| *others);
-            others.iter().filter(|other| !given(other)).for_each(|other| drop(fields.remove(*other)));
+            others.iter().filter(|other| !is_read(other)).for_each(|other| drop(fields.remove(*other)));
         }
         for (field, value) in read {
             fields.insert(field.to_string(), as_field(field, value));

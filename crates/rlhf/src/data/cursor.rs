@@ -38,7 +38,7 @@ pub struct CursorState {
 /// Shuffled passes over one dataset.
 #[derive(Debug, Clone)]
 struct Passes {
-    /// Index of its first row among all rows.
+    /// Index of the dataset's first row among all rows.
     first: usize,
     len: usize,
     taken: usize,
@@ -59,9 +59,10 @@ impl Cursor {
     /// dataset with a probability proportional to its weight. Without `weights`, all rows are shuffled together.
     ///
     /// # Panics
-    /// If a dataset has no rows, or `weights` is not empty and has not one weight above 0 per dataset.
+    /// If a dataset has no rows, or `weights` is neither empty nor one weight above 0 per dataset.
     pub fn mixture(seed: u64, lens: &[usize], weights: &[f64]) -> Self {
-        let (all, sum) = ([lens.iter().sum()], weights.iter().sum::<f64>());
+        let all = [lens.iter().sum()];
+        let sum = weights.iter().sum::<f64>();
         let (lens, weights) = if weights.is_empty() { (&all[..], &[1.0][..]) } else { (lens, weights) };
         assert!(lens.iter().all(|&len| len > 0), "a cursor needs rows");
         assert!(lens.len() == weights.len() && weights.iter().all(|&w| w > 0.0), "a weight above 0 for each dataset");
@@ -83,29 +84,30 @@ impl Cursor {
     }
 
     fn next(&mut self) -> usize {
-        let at = self.source_of(self.taken);
+        let at = self.source_index(self.taken);
         self.taken += 1;
         let source = &mut self.sources[at];
-        let (pass, place) = (source.taken / source.len, source.taken % source.len);
+        let pass = source.taken / source.len;
+        let place = source.taken % source.len;
         source.taken += 1;
-        if source.order.as_ref().is_none_or(|(of, _)| *of != pass) {
+        if source.order.as_ref().is_none_or(|(known, _)| *known != pass) {
             let mut stream = Stream::new(self.seed, Purpose::DataOrder, pass as u64, at as u64);
             source.order = Some((pass, stream.permutation(source.len)));
         }
         source.first + source.order.as_ref().map_or(0, |(_, order)| order[place])
     }
 
-    /// Returns the dataset of the draw with the index `draw`.
-    fn source_of(&self, draw: usize) -> usize {
+    /// Returns the index of the dataset that the draw with the index `draw` takes a row from.
+    fn source_index(&self, draw: usize) -> usize {
         if self.sources.len() == 1 {
             return 0;
         }
         let point = Stream::new(self.seed, Purpose::Mixture, draw as u64, 0).uniform();
-        // Rounding may leave the last sum below 1.
+        // Because of rounding the last sum may be below 1.
         self.ends.iter().position(|&end| point < end).unwrap_or(self.ends.len() - 1)
     }
 
-    /// Number of rows taken so far. With the seed it determines the cursor's state.
+    /// Number of rows taken so far. Together with the seed it determines the cursor's state.
     pub fn taken(&self) -> usize {
         self.taken
     }
@@ -119,15 +121,16 @@ impl Cursor {
         CursorState { taken: self.taken, rows: self.lens() }
     }
 
-    /// Restores the state that [`Cursor::state`] returned; `may_differ`: the numbers of rows may be others.
+    /// Restores the state that [`Cursor::state`] returned; `may_differ`: the number of rows may have changed.
     ///
     /// # Errors
-    /// If the numbers of rows differ, and may not: the data have changed.
+    /// If a number of rows differs, and may not: the data have changed.
     pub fn load_state(&mut self, state: &CursorState, may_differ: bool) -> Result<()> {
         let lens = self.lens();
         if state.rows != lens && !may_differ {
             let sum = |rows: &[usize]| rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" + ");
-            let (expected, found) = (sum(&state.rows), sum(&lens));
+            let expected = sum(&state.rows);
+            let found = sum(&lens);
             return Err(Error::Run(format!(
                 "expected the {expected} rows of data that the run started with, found {found}"
             )));
@@ -145,7 +148,7 @@ impl Cursor {
         }
         self.sources.iter_mut().for_each(|source| source.taken = 0);
         for draw in 0..taken {
-            let at = self.source_of(draw);
+            let at = self.source_index(draw);
             self.sources[at].taken += 1;
         }
     }
@@ -175,13 +178,13 @@ mod tests {
     fn a_mixture_samples_datasets_by_weight_with_separate_passes() {
         let mut cursor = Cursor::mixture(7, &[10, 400, 3], &[7.0, 2.0, 1.0]);
         let taken = cursor.take(20_000);
-        let of = |range: std::ops::Range<usize>| taken.iter().copied().filter(move |row| range.contains(row));
+        let within = |range: std::ops::Range<usize>| taken.iter().copied().filter(move |row| range.contains(row));
         for (range, share) in [(0..10, 0.7), (10..410, 0.2), (410..413, 0.1)] {
             // Four standard deviations of the binomial distribution.
             let bound = 4.0 * (share * (1.0 - share) / 20_000f64).sqrt();
-            let found = of(range.clone()).count() as f64 / 20_000.0;
+            let found = within(range.clone()).count() as f64 / 20_000.0;
             assert!((found - share).abs() < bound, "{range:?}: {found}");
-            for pass in of(range.clone()).collect::<Vec<_>>().chunks_exact(range.len()) {
+            for pass in within(range.clone()).collect::<Vec<_>>().chunks_exact(range.len()) {
                 let mut sorted = pass.to_vec();
                 sorted.sort_unstable();
                 assert_eq!(sorted, Vec::from_iter(range.clone()));

@@ -42,7 +42,7 @@ impl Dataset {
     /// Reads the rows of all `files`.
     ///
     /// # Errors
-    /// As [`Dataset::read`].
+    /// The errors of [`Dataset::read`].
     pub fn from_files(files: &Files) -> Result<Self> {
         let mut rows = Vec::new();
         for path in &files.paths {
@@ -77,7 +77,7 @@ impl Dataset {
         self
     }
 
-    /// Puts a system message at the start of every conversation that has none; the prompts of the others, and texts, stay as they are.
+    /// Puts a system message at the start of every conversation that has none; conversations with one, and texts, stay as they are.
     pub fn with_system_prompt(mut self, system: &str) -> Self {
         for row in &mut self.rows {
             let names = [prompt_field(&row.value), messages_field(&row.value)].map(|field| field.map(|(name, _)| name));
@@ -92,9 +92,9 @@ impl Dataset {
         self
     }
 
-    /// Divides every conversation, `messages` or `conversations`, into `prompt`, the messages before the assistant's last one, and `completion`,
-    /// that one, unless the row has a response or token ids of its own. A `prompt` or a `text` beside it is the same in other words, such as the
-    /// question alone, and is replaced.
+    /// Divides every conversation, `messages` or `conversations`, into `prompt`, the messages before the last message of the assistant, and
+    /// `completion`, that last message, unless the row has a separate response or token ids. A `prompt` or a `text` next to the conversation
+    /// repeats it in other words, such as the question alone, and is replaced.
     ///
     /// # Errors
     /// With `needs_responses`, if a conversation does not end with the assistant's message.
@@ -104,7 +104,7 @@ impl Dataset {
             if others.iter().any(|name| field(&row.value, name).is_some()) {
                 continue;
             }
-            let messages = messages_field(&row.value).and_then(|(name, found)| Some((name, found.as_array()?.clone())));
+            let messages = messages_field(&row.value).and_then(|(name, value)| Some((name, value.as_array()?.clone())));
             let Some((name, mut messages)) = messages else { continue };
             let role = messages.last().map(|last| last["role"].clone());
             let is_answered = role.as_ref().is_some_and(|role| role == "assistant");

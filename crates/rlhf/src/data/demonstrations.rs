@@ -71,7 +71,7 @@ impl Demonstration {
         if at < end {
             self.masked.push(at..end);
         }
-        // The logits of masked tokens at the start need not be computed.
+        // Masked tokens at the start are left out of the range, so that their logits need not be computed.
         if self.masked.first().is_some_and(|first| first.start == self.loss_start && first.end < end) {
             self.loss_start = self.masked.remove(0).end;
         }
@@ -87,7 +87,7 @@ pub struct DemonstrationOptions {
     pub assistant_only: bool,
     /// Field of texts that are in the loss as a whole.
     pub text_field: String,
-    /// Token ids of rows are below it: the vocabulary of the model.
+    /// Token ids of rows are below this, the vocabulary of the model.
     pub vocab: i64,
 }
 
@@ -105,11 +105,10 @@ impl Dataset {
     /// `text`; else `messages` or `conversations`; else `chosen`.
     ///
     /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings, but an empty text has
-    /// no tokens;
-    /// conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer of an
-    /// encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are taken as they are; those are in the
-    /// loss whose `labels` are not -100, or without labels those that `assistant_masks` and, with `completion_only`, `completion_mask` mark,
-    /// as in TRL's `SFTTrainer`.
+    /// no tokens; conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the
+    /// tokenizer of an encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are used as they are; a
+    /// token is in the loss if its label in `labels` is not -100, or without labels if `assistant_masks` and, with `completion_only`,
+    /// `completion_mask` mark it, as in TRL's `SFTTrainer`.
     ///
     /// # Errors
     /// If a row has none of these forms, the tokenizer has no EOS token, or its chat template fails.
@@ -118,10 +117,10 @@ impl Dataset {
         self.demonstrations_with(tokenizer, &options)
     }
 
-    /// As [`Dataset::demonstrations`], with all options.
+    /// [`Dataset::demonstrations`] with all options.
     ///
     /// # Errors
-    /// As [`Dataset::demonstrations`]; with `assistant_only`, if a row is not a conversation, or its chat template neither marks
+    /// The errors of [`Dataset::demonstrations`]; with `assistant_only`, if a row is not a conversation, or its chat template neither marks
     /// the assistant's messages nor separates the turns.
     pub fn demonstrations_with(
         &self,
@@ -131,12 +130,12 @@ impl Dataset {
         Ok(self.demonstrations_noted(tokenizer, options, TEMPLATE_FLAG)?.0)
     }
 
-    /// As [`Dataset::demonstrations_with`]. Also returns a message if the chat template leaves out parts of what is to be learned, such as
+    /// [`Dataset::demonstrations_with`] that also returns a message if the chat template leaves out some of the parts to be learned, such as
     /// the reasoning of earlier turns.
     ///
     /// # Errors
-    /// As [`Dataset::demonstrations_with`]; if the template writes nothing of it in any row: the message ends with how to have an
-    /// `other_template`.
+    /// The errors of [`Dataset::demonstrations_with`]; if the template writes none of these parts in any row. That message ends with
+    /// `other_template`, which says how another template is used.
     pub(crate) fn demonstrations_noted(
         &self,
         tokenizer: &Tokenizer,
@@ -144,7 +143,7 @@ impl Dataset {
         other_template: &str,
     ) -> Result<(Vec<Demonstration>, Option<String>)> {
         let (rows, left_out): (Vec<Demonstration>, Vec<LeftOut>) =
-            self.map(|row| demonstration_of(row, tokenizer, options))?.into_iter().unzip();
+            self.map(|row| read_demonstration(row, tokenizer, options))?.into_iter().unzip();
         let Some(at) = left_out.iter().position(LeftOut::is_some) else { return Ok((rows, None)) };
         let first = left_out[at].first();
         if left_out.iter().all(LeftOut::is_all) {
@@ -152,7 +151,8 @@ impl Dataset {
                 format!("the chat template writes nothing of what is to be learned, first {first}; {other_template}");
             return Err(self.error(at, message));
         }
-        let (count, place) = (left_out.iter().filter(|row| row.is_some()).count(), self.rows[at].place);
+        let count = left_out.iter().filter(|row| row.is_some()).count();
+        let place = self.rows[at].place;
         let note = format!(
             "{}: the chat template leaves out a part of what is to be learned in {count} of {} rows, first {first} in {place}",
             self.name.display(),
@@ -161,13 +161,13 @@ impl Dataset {
         Ok((rows, Some(note)))
     }
 
-    /// Gives every row of token ids that marks what is learned, by `labels` or a mask, the ids before the first such token as `prompt_ids`.
+    /// For every row of token ids that marks learned tokens, by `labels` or a mask, stores the ids before the first learned token as `prompt_ids`.
     ///
     /// # Errors
-    /// If ids or marks are malformed, or the first token is learned already.
-    pub(crate) fn with_prompts_of_labelled(mut self, vocab: i64) -> Result<Self> {
-        let found = self.map(|row| prompt_of_labelled(row, vocab))?;
-        for (row, ids) in self.rows.iter_mut().zip(found) {
+    /// If ids or marks are malformed, or the first token is already learned.
+    pub(crate) fn with_labelled_prompts(mut self, vocab: i64) -> Result<Self> {
+        let prompts = self.map(|row| labelled_prompt(row, vocab))?;
+        for (row, ids) in self.rows.iter_mut().zip(prompts) {
             if let (Some(fields), Some(ids)) = (row.value.as_object_mut(), ids) {
                 fields.insert("prompt_ids".into(), ids.into());
             }
@@ -176,7 +176,7 @@ impl Dataset {
     }
 }
 
-fn demonstration_of(
+fn read_demonstration(
     row: &Value,
     tokenizer: &Tokenizer,
     options: &DemonstrationOptions,
@@ -209,22 +209,22 @@ fn demonstration_of(
 
 /// Returns the demonstration of a row with the token ids `tokens`.
 fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> Result<Demonstration> {
-    let learned = learned_of(row, &tokens, options)?;
+    let learned = learned_tokens(row, &tokens, options)?;
     let mut demonstration = Demonstration { tokens, prompt_len: 0, loss_start: 1, masked: Vec::new() };
     let at = |at: usize| at..at + 1;
     demonstration.mask_others((1..learned.len()).filter(|&place| learned[place]).map(at).collect());
     Ok(demonstration)
 }
 
-/// Returns the ids before the first one that is learned, of a row of token ids that marks some; all if it marks none as learned. `None` of any
-/// other row, or if the row has a prompt beside its ids.
-fn prompt_of_labelled(row: &Value, vocab: i64) -> Result<Option<Vec<i64>>> {
+/// For a row of token ids with marks: returns the ids before the first learned one, or all ids if none is learned. `None` for any other row, or
+/// if the row has a separate prompt.
+fn labelled_prompt(row: &Value, vocab: i64) -> Result<Option<Vec<i64>>> {
     let has_marks = ["labels", "completion_mask", "assistant_masks"].iter().any(|name| field(row, name).is_some());
     if !has_marks || ["prompt", "prompt_ids"].iter().any(|name| field(row, name).is_some()) {
         return Ok(None);
     }
     let Some(mut tokens) = token_ids(row, "input_ids", vocab)? else { return Ok(None) };
-    match learned_of(row, &tokens, &DemonstrationOptions::default())?.iter().position(|learned| *learned) {
+    match learned_tokens(row, &tokens, &DemonstrationOptions::default())?.iter().position(|learned| *learned) {
         Some(0) => {
             let message = "field `input_ids`: expected a prompt, to which a response is sampled, found ids that are learned from the first one on";
             return Err(Error::Run(message.into()));
@@ -235,12 +235,12 @@ fn prompt_of_labelled(row: &Value, vocab: i64) -> Result<Option<Vec<i64>>> {
     Ok(Some(tokens))
 }
 
-/// Returns which of the token ids `tokens` of a row are learned.
-fn learned_of(row: &Value, tokens: &[i64], options: &DemonstrationOptions) -> Result<Vec<bool>> {
+/// Returns for each of the token ids `tokens` of a row whether it is learned.
+fn learned_tokens(row: &Value, tokens: &[i64], options: &DemonstrationOptions) -> Result<Vec<bool>> {
     Ok(match numbers(row, "labels", tokens.len())? {
         Some(labels) => {
-            let of_another = |at: &usize| labels[*at] != NOT_LEARNED && labels[*at] != tokens[*at];
-            if let Some(at) = (0..tokens.len()).find(of_another) {
+            let is_another_id = |at: &usize| labels[*at] != NOT_LEARNED && labels[*at] != tokens[*at];
+            if let Some(at) = (0..tokens.len()).find(is_another_id) {
                 return Err(Error::Run(format!(
                     "field `labels`: expected -100 or the token id of the same place in `input_ids`, {}, found {} at place {}",
                     tokens[at],
@@ -270,10 +270,10 @@ fn learned_of(row: &Value, tokens: &[i64], options: &DemonstrationOptions) -> Re
 
 /// Returns the whole numbers in the field `name`, one for each of `len` tokens, or `None` if the row has no such field.
 fn numbers(row: &Value, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
-    let Some(found) = field(row, name) else { return Ok(None) };
-    // Masks may be of booleans.
+    let Some(value) = field(row, name) else { return Ok(None) };
+    // Masks may consist of booleans.
     let number = |value: &Value| value.as_i64().or_else(|| value.as_bool().map(i64::from));
-    let numbers: Option<Vec<i64>> = found.as_array().and_then(|found| found.iter().map(number).collect());
+    let numbers: Option<Vec<i64>> = value.as_array().and_then(|list| list.iter().map(number).collect());
     match numbers {
         Some(numbers) if numbers.len() == len => Ok(Some(numbers)),
         Some(numbers) => Err(Error::Run(format!(
@@ -288,15 +288,15 @@ fn numbers(row: &Value, name: &str, len: usize) -> Result<Option<Vec<i64>>> {
 struct Encoded {
     tokens: Vec<i64>,
     prompt_len: usize,
-    /// The fields with its messages, if it is a conversation.
+    /// The fields with the messages of the demonstration, if it is a conversation.
     chat_fields: Vec<&'static str>,
-    /// Its text, if it is a conversation.
+    /// The text of the demonstration, if it is a conversation.
     text: String,
 }
 
 fn encode(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Encoded> {
     let is_whole_text = whole_text(row, text_name).is_some() || field(row, "prompt").is_none();
-    // Messages are refused by the tokenizer.
+    // Conversations pass this check: the tokenizer refuses them with its own message.
     if tokenizer.is_of_encoder_decoder() && is_whole_text && messages_field(row).is_none() {
         let what = "a text for the encoder (and `completion`, the response)";
         return Err(Error::Run(expected("prompt", what, row)));
@@ -350,7 +350,7 @@ fn encode_any(row: &Value, tokenizer: &Tokenizer, text_name: &str) -> Result<Enc
 /// Returns the text of a demonstration that is in the field `name`, unless the row has a prompt with a response, which TRL reads first.
 fn whole_text<'r>(row: &'r Value, name: &str) -> Option<&'r Value> {
     let is_pair = field(row, "prompt").is_some() && response_field(row).is_some();
-    // A part of the pair may be named as the text.
+    // The field of the text may be a part of the pair.
     let is_part = ["prompt", "completion", "chosen"].contains(&name);
     field(row, name).filter(|_| is_part || !is_pair)
 }

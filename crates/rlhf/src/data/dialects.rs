@@ -1,4 +1,4 @@
-//! Rows of other programs' datasets in the fields that are read here: those of LLaMA-Factory, ms-swift and axolotl.
+//! Converts rows of other programs' datasets to the fields that are read here: LLaMA-Factory, ms-swift and axolotl.
 
 use serde_json::{Map, Value, json};
 
@@ -12,33 +12,33 @@ const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 /// Roles of a message whose content is a call, or a list of calls, in JSON.
 const CALLS: [&str; 2] = ["function_call", "tool_call"];
 
-/// Gives the messages in `value`, if it is a list of them, `role` and `content` where ShareGPT's datasets have `from` and `value`, and
-/// `user` and `assistant` where these have `human` and `gpt`. Anything else stays as it is.
+/// Converts the messages in `value`, if it is a list of them, from ShareGPT's form: `from` and `value` become `role` and `content`, and the
+/// roles `human` and `gpt` become `user` and `assistant`. Anything else stays as it is.
 ///
-/// The fields are renamed as by TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
+/// The fields are renamed as in TRL's `maybe_convert_to_chatml`, which leaves the roles; chat templates know `user` and `assistant`.
 pub(super) fn to_roles(value: &mut Value) {
     for fields in value.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
-        for (name, of_chats) in [("from", "role"), ("value", "content")] {
-            if !fields.contains_key(of_chats)
+        for (name, chat_name) in [("from", "role"), ("value", "content")] {
+            if !fields.contains_key(chat_name)
                 && let Some(value) = fields.remove(name)
             {
-                let value = match (of_chats, value.as_str()) {
+                let value = match (chat_name, value.as_str()) {
                     ("role", Some("human")) => "user".into(),
                     ("role", Some("gpt")) => "assistant".into(),
                     _ => value,
                 };
-                fields.insert(of_chats.into(), value);
+                fields.insert(chat_name.into(), value);
             }
         }
     }
 }
 
-/// Gives a row the fields that are read here.
+/// Converts a row to the fields that are read here.
 pub(super) fn read(fields: &mut Map<String, Value>) {
     turns(fields);
     for name in MESSAGES {
         let Some(value) = fields.get_mut(name) else { continue };
-        // One message, as LLaMA-Factory and axolotl have the two sides of a pair.
+        // A single message: LLaMA-Factory and axolotl have the two sides of a pair in this form.
         if ["role", "from"].iter().any(|role| value.get(role).is_some_and(Value::is_string)) {
             *value = Value::from(vec![value.take()]);
         }
@@ -50,15 +50,16 @@ pub(super) fn read(fields: &mut Map<String, Value>) {
     system(fields);
 }
 
-/// Reads ms-swift's `conversation`, a list of objects with what a user and the assistant said, as `conversations`.
+/// Reads ms-swift's `conversation`, a list of objects with one text of the user and one of the assistant, as `conversations`.
 fn turns(fields: &mut Map<String, Value>) {
     let said = |turn: &Value, names: [&str; 2]| names.iter().find_map(|name| turn[*name].as_str().map(String::from));
     let pair = |turn: &Value| {
-        let (user, assistant) = (said(turn, ["human", "user"])?, said(turn, ["assistant", "gpt"])?);
+        let user = said(turn, ["human", "user"])?;
+        let assistant = said(turn, ["assistant", "gpt"])?;
         Some([json!({"role": "user", "content": user}), json!({"role": "assistant", "content": assistant})])
     };
-    let found = fields.get("conversation").and_then(Value::as_array).filter(|turns| !turns.is_empty());
-    let read: Option<Vec<_>> = found.and_then(|turns| turns.iter().map(pair).collect());
+    let listed = fields.get("conversation").and_then(Value::as_array).filter(|turns| !turns.is_empty());
+    let read: Option<Vec<_>> = listed.and_then(|turns| turns.iter().map(pair).collect());
     if let Some(read) = read.filter(|_| !CONVERSATIONS.iter().any(|name| is_set(fields, name))) {
         fields.insert("conversations".into(), read.concat().into());
     }
@@ -77,7 +78,7 @@ pub(super) fn before_question(row: &Value) -> Vec<Value> {
     messages
 }
 
-/// Returns the end of the error about a row in a format that is not read as it is, with the line that converts it; `None` for any other row.
+/// Returns the end of the error about a row in a format that is not read as it is, with the command that converts it; `None` for any other row.
 pub(super) fn hint(row: &Value) -> Option<String> {
     let is_list = |name: &str| row[name].as_array().is_some_and(|list| !list.is_empty());
     let line = |format: &str, fields: &str| {
@@ -115,7 +116,7 @@ pub(super) fn hint(row: &Value) -> Option<String> {
     Some(line("a conversation in several columns", &format!("messages: ({system} + {pairs} + {last})")))
 }
 
-/// Gives messages of the role `function_call` the form of OpenAI's: calls of the assistant's message. Calls one after another are of one
+/// Converts messages of the role `function_call` to OpenAI's form: calls in a message of the assistant. Consecutive calls are put into one
 /// message.
 fn calls(value: &mut Value) {
     let Some(messages) = value.as_array_mut() else { return };
@@ -126,17 +127,17 @@ fn calls(value: &mut Value) {
     let mut read: Vec<Value> = Vec::new();
     let mut follows_calls = false;
     for mut message in std::mem::take(messages) {
-        let found = is_call(&message).then(|| calls_in(&message["content"]));
-        match found {
-            Some(Some(found)) if follows_calls => {
+        let parsed = is_call(&message).then(|| parse_calls(&message["content"]));
+        match parsed {
+            Some(Some(calls)) if follows_calls => {
                 if let Some(Value::Array(known)) = read.last_mut().and_then(|last| last.get_mut("tool_calls")) {
-                    known.extend(found);
+                    known.extend(calls);
                 }
                 continue;
             }
-            Some(Some(found)) => {
+            Some(Some(calls)) => {
                 message["content"] = "".into();
-                message["tool_calls"] = found.into();
+                message["tool_calls"] = calls.into();
                 follows_calls = true;
             }
             _ => follows_calls = false,
@@ -149,8 +150,8 @@ fn calls(value: &mut Value) {
     *messages = read;
 }
 
-/// Returns the calls in a content: an object with a `name` or a list of them, in JSON or as it is.
-fn calls_in(content: &Value) -> Option<Vec<Value>> {
+/// Returns the calls in a content: an object with a `name` or a list of such objects, as a JSON text or as values.
+fn parse_calls(content: &Value) -> Option<Vec<Value>> {
     let parsed = match content {
         Value::String(text) => serde_json::from_str(text).ok()?,
         other => other.clone(),
@@ -170,22 +171,22 @@ fn calls_in(content: &Value) -> Option<Vec<Value>> {
     list.into_iter().map(call).collect::<Option<Vec<_>>>().filter(|calls| !calls.is_empty())
 }
 
-/// Returns the name of the conversation of a row.
+/// Returns the name of the field with the conversation of a row.
 fn conversation(fields: &Map<String, Value>) -> Option<&'static str> {
-    CONVERSATIONS.into_iter().find(|name| fields.get(*name).is_some_and(|found| ends_with(found, None)))
+    CONVERSATIONS.into_iter().find(|name| fields.get(*name).is_some_and(|value| ends_with(value, None)))
 }
 
-/// Whether `value` is a list of messages, of which the last one has the `role`, if one is given.
+/// Whether `value` is a list of messages whose last one has the `role`, or any role if none is given.
 fn ends_with(value: &Value, role: Option<&str>) -> bool {
     let last = value.as_array().and_then(|list| list.last()).and_then(|message| message["role"].as_str());
-    last.is_some_and(|found| role.is_none_or(|role| role == found))
+    last.is_some_and(|last_role| role.is_none_or(|role| role == last_role))
 }
 
 fn is_set(fields: &Map<String, Value>, name: &str) -> bool {
     fields.get(name).is_some_and(|value| !value.is_null())
 }
 
-/// Reads ms-swift's pair, a conversation whose last message is the chosen one, beside `rejected_response` or `rejected_messages`.
+/// Reads ms-swift's pair: a conversation whose last message is the chosen one, with `rejected_response` or `rejected_messages`.
 fn swift_pair(fields: &mut Map<String, Value>) {
     let Some(name) = conversation(fields) else { return };
     if ["prompt", "chosen", "rejected"].iter().any(|name| is_set(fields, name)) {
@@ -212,7 +213,7 @@ fn swift_pair(fields: &mut Map<String, Value>) {
     }
 }
 
-/// Reads a conversation that ends with a question beside the responses to it as a prompt.
+/// Reads a conversation that ends with a question as a prompt, if the row has separate responses to it.
 fn question(fields: &mut Map<String, Value>) {
     let Some(name) = conversation(fields).filter(|_| !is_set(fields, "prompt")) else { return };
     let responds =
@@ -224,7 +225,7 @@ fn question(fields: &mut Map<String, Value>) {
     }
 }
 
-/// Puts the text in `system` before the messages of the row, if these have no system message.
+/// Puts the text in `system` before the messages of the row, if the messages have no system message.
 fn system(fields: &mut Map<String, Value>) {
     let Some(text) = fields.get("system").and_then(Value::as_str).filter(|text| !text.trim().is_empty()) else {
         return;

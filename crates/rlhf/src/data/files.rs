@@ -18,7 +18,7 @@ const EVAL_SPLITS: [&str; 6] = ["validation", "valid", "val", "dev", "eval", "te
 /// The files of one split of a dataset, in the order of their rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// The name of the dataset as given.
+    /// The name of the dataset, as it was passed.
     pub name: PathBuf,
     /// Paths of the files.
     pub paths: Vec<PathBuf>,
@@ -39,16 +39,16 @@ impl Files {
         Self::find_by_flag(name, config, split, "")
     }
 
-    /// As [`Files::find`]; the error about a missing split names the `flag` that sets it.
+    /// [`Files::find`]; the error about a missing split names the `flag` that sets it.
     pub(super) fn find_by_flag(name: &Path, config: Option<&str>, split: &str, flag: &str) -> Result<Self> {
-        let found = Self::look_for(name, config, split, Some(flag))?;
-        Ok(found.expect("a missing split is an error"))
+        let files = Self::look_for(name, config, split, Some(flag))?;
+        Ok(files.expect("a missing split is an error"))
     }
 
-    /// As [`Files::find`]; returns `None` for a file, and if the dataset has no such split.
+    /// [`Files::find`] that returns `None` for a file, and if the dataset has no such split.
     ///
     /// # Errors
-    /// As [`Files::find`], except for a missing split.
+    /// The errors of [`Files::find`], except for a missing split.
     pub fn find_optional(name: &Path, config: Option<&str>, split: &str) -> Result<Option<Self>> {
         if name.is_file() { Ok(None) } else { Self::look_for(name, config, split, None) }
     }
@@ -74,11 +74,11 @@ impl Files {
             .cloned()
     }
 
-    /// Finds the files of `split`. A missing one is an error with `flag`, the flag that sets the split, which is empty if none does.
+    /// Finds the files of `split`. With a `flag` a missing split is an error that names it, the flag that sets the split; it is empty if none does.
     fn look_for(name: &Path, config: Option<&str>, split: &str, flag: Option<&str>) -> Result<Option<Self>> {
         let choose = |files: &BTreeSet<String>| {
             let config = config.filter(|config| !is_unnamed(config, files));
-            match (of_split(files, config, split), flag) {
+            match (split_files(files, config, split), flag) {
                 (Ok(chosen), Some(flag)) if chosen.is_empty() => {
                     let message = match files.iter().find(|file| is_arrow(file)) {
                         Some(file) => not_arrow(file),
@@ -119,7 +119,7 @@ impl Files {
     }
 }
 
-/// Whether `config` is the name that the library `datasets` has for the configuration of a dataset with one alone, which has no folder.
+/// Whether `config` is the name that the library `datasets` gives the only configuration of a dataset, which then has no folder.
 fn is_unnamed(config: &str, files: &BTreeSet<String>) -> bool {
     config == "default" && !files.iter().any(|file| file.starts_with("default/"))
 }
@@ -135,44 +135,48 @@ fn hub_name(name: &Path) -> Option<(&str, &str)> {
 }
 
 /// Returns the files of a split among all files of a dataset; empty if there is no such split.
-fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Result<Vec<String>, String> {
+fn split_files(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Result<Vec<String>, String> {
     if let Some(config) = config {
         let folder = format!("{config}/");
-        let found = in_folder(files, &folder, split)?;
-        return if found.is_empty() { check_shard_numbers(files, &folder, split).map(|()| found) } else { Ok(found) };
+        let chosen = in_folder(files, &folder, split)?;
+        return if chosen.is_empty() {
+            check_shard_numbers(files, &folder, split).map(|()| chosen)
+        } else {
+            Ok(chosen)
+        };
     }
     for folder in ["", "data/"] {
-        let found = in_folder(files, folder, split)?;
-        if !found.is_empty() {
-            return Ok(found);
+        let chosen = in_folder(files, folder, split)?;
+        if !chosen.is_empty() {
+            return Ok(chosen);
         }
     }
     let folders: BTreeSet<&str> = files.iter().filter_map(|file| Some(&file[..=file.rfind('/')?])).collect();
     // A folder named after the split contains the split's files; its parent is the folder to search.
     let parents = folders.iter().filter_map(|folder| folder.strip_suffix(&format!("{split}/")));
     let candidates: BTreeSet<&str> = folders.iter().copied().chain(parents).filter(|f| !f.is_empty()).collect();
-    let mut found = BTreeMap::new();
+    let mut chosen_by_folder = BTreeMap::new();
     for folder in candidates {
         let chosen = in_folder(files, folder, split)?;
         if !chosen.is_empty() {
-            found.insert(folder.trim_end_matches('/'), chosen);
+            chosen_by_folder.insert(folder.trim_end_matches('/'), chosen);
         }
     }
-    if found.len() > 1 {
-        let names: Vec<&str> = found.into_keys().collect();
+    if chosen_by_folder.len() > 1 {
+        let names: Vec<&str> = chosen_by_folder.into_keys().collect();
         return Err(format!(
             "expected one folder with a split `{split}`, found {}: choose by --dataset_config",
             list(&names)
         ));
     }
-    if let Some((_, chosen)) = found.pop_first() {
+    if let Some((_, chosen)) = chosen_by_folder.pop_first() {
         return Ok(chosen);
     }
     check_shard_numbers(files, "", split)?;
     // The only file of a dataset may have any name.
-    let mut data = files.iter().filter(|file| format_of(file).is_some());
+    let mut data = files.iter().filter(|file| find_format(file).is_some());
     Ok(match (data.next(), data.next()) {
-        (Some(only), None) if split == "train" && !is_of_a_split(only) => vec![only.clone()],
+        (Some(only), None) if split == "train" && !names_a_split(only) => vec![only.clone()],
         _ => Vec::new(),
     })
 }
@@ -181,12 +185,14 @@ fn of_split(files: &BTreeSet<String>, config: Option<&str>, split: &str) -> Resu
 fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<String>, String> {
     let inside = format!("{folder}{split}/");
     for format in FORMATS {
-        let is_whole = |file: &&String| stem_of(file, format).and_then(|stem| stem.strip_prefix(folder)) == Some(split);
+        let is_whole = |file: &&String| stem(file, format).and_then(|name| name.strip_prefix(folder)) == Some(split);
         if let Some(whole) = files.iter().find(is_whole) {
             return Ok(vec![whole.clone()]);
         }
-        let shards: Vec<(usize, usize, &String)> =
-            files.iter().filter_map(|file| shard_of(file, folder, split, format).map(|(i, n)| (i, n, file))).collect();
+        let shards: Vec<(usize, usize, &String)> = files
+            .iter()
+            .filter_map(|file| parse_shard(file, folder, split, format).map(|(i, n)| (i, n, file)))
+            .collect();
         if let Some(&(_, count, _)) = shards.first() {
             let numbers: Vec<usize> = shards.iter().map(|&(number, ..)| number).collect();
             if shards.iter().any(|&(_, n, _)| n != count) || numbers != Vec::from_iter(0..count) {
@@ -197,9 +203,9 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
             }
             return Ok(shards.into_iter().map(|(.., file)| file.clone()).collect());
         }
-        let found = of_format(files, &inside, format)?;
-        if !found.is_empty() {
-            return Ok(found);
+        let chosen = format_files(files, &inside, format)?;
+        if !chosen.is_empty() {
+            return Ok(chosen);
         }
     }
     match files.iter().find(|file| file.starts_with(&inside) && is_arrow(file)) {
@@ -211,13 +217,13 @@ fn in_folder(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<Vec<
 /// Returns the files of one format in the folder of a split, whose path ends with a slash.
 ///
 /// # Errors
-/// If there are such files, and others that would not be read with them.
-fn of_format(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec<String>, String> {
+/// If there are such files together with others that would not be read with them.
+fn format_files(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec<String>, String> {
     let below = || files.iter().filter(|file| file.starts_with(folder) && !is_metadata(file));
-    let (found, others): (Vec<&String>, Vec<&String>) = below()
-        .filter(|file| format_of(file).is_some())
-        .partition(|file| !file[folder.len()..].contains('/') && format_of(file) == Some(format));
-    if found.is_empty() {
+    let (chosen, others): (Vec<&String>, Vec<&String>) = below()
+        .filter(|file| find_format(file).is_some())
+        .partition(|file| !file[folder.len()..].contains('/') && find_format(file) == Some(format));
+    if chosen.is_empty() {
         return Ok(Vec::new());
     }
     if let Some(file) = below().find(|file| is_arrow(file)) {
@@ -228,25 +234,25 @@ fn of_format(files: &BTreeSet<String>, folder: &str, format: &str) -> Result<Vec
         return Err(format!(
             "expected the rows of {folder} in files of one format and not in subfolders, found `{}` and also {}: name one file as the \
              dataset, of one on the hub when it is downloaded, or keep one format there",
-            found[0],
+            chosen[0],
             list(&others)
         ));
     }
-    Ok(found.into_iter().cloned().collect())
+    Ok(chosen.into_iter().cloned().collect())
 }
 
-/// Whether a file describes a dataset, by its name, and has no rows of it.
+/// Whether a file, by its name, describes a dataset and has none of its rows.
 fn is_metadata(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     let stem = name.split('.').next().unwrap_or(name);
     ["metadata", "dataset_info", "dataset_infos", "state", "stats", "info"].contains(&stem)
 }
 
-/// Returns an error if the name of a file below `folder` is that of a shard of the split but for its numbers.
+/// Returns an error if the name of a file below `folder` is that of a shard of the split except for the digits of its numbers.
 fn check_shard_numbers(files: &BTreeSet<String>, folder: &str, split: &str) -> Result<(), String> {
     let is_shard = |file: &&String| {
         let name = file.rsplit('/').next().unwrap_or(file);
-        let numbers = || numbers_of(name, "", split, format_of(name)?);
+        let numbers = || shard_numbers(name, "", split, find_format(name)?);
         file.starts_with(folder) && numbers().is_some_and(|(number, count)| number.len() != 5 || count.len() != 5)
     };
     match files.iter().find(is_shard) {
@@ -258,39 +264,39 @@ fn check_shard_numbers(files: &BTreeSet<String>, folder: &str, split: &str) -> R
 }
 
 /// Returns the number and the count of a shard such as `split-00000-of-00002.parquet`; the hub may have appended a hash.
-fn shard_of(file: &str, folder: &str, split: &str, format: &str) -> Option<(usize, usize)> {
-    let (number, count) = numbers_of(file, folder, split, format)?;
+fn parse_shard(file: &str, folder: &str, split: &str, format: &str) -> Option<(usize, usize)> {
+    let (number, count) = shard_numbers(file, folder, split, format)?;
     (number.len() == 5 && count.len() == 5).then(|| Some((number.parse().ok()?, count.parse().ok()?)))?
 }
 
 /// Returns the number and the count of a shard, each of any number of digits.
-fn numbers_of<'f>(file: &'f str, folder: &str, split: &str, format: &str) -> Option<(&'f str, &'f str)> {
-    let stem = stem_of(file, format)?.strip_prefix(folder)?;
+fn shard_numbers<'f>(file: &'f str, folder: &str, split: &str, format: &str) -> Option<(&'f str, &'f str)> {
+    let stem = stem(file, format)?.strip_prefix(folder)?;
     let (number, rest) = stem.strip_prefix(split)?.strip_prefix('-')?.split_once("-of-")?;
     let count = rest.split_once('-').map_or(rest, |(count, _)| count);
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     (digits(number) && digits(count)).then_some((number, count))
 }
 
-/// Whether `path` is a file whose name is that of a file of rows.
+/// Whether `path` is a file with the name of a file of rows.
 pub fn is_data_file(path: &Path) -> bool {
-    path.is_file() && path.to_str().and_then(format_of).is_some()
+    path.is_file() && path.to_str().and_then(find_format).is_some()
 }
 
-fn format_of(file: &str) -> Option<&'static str> {
-    FORMATS.into_iter().find(|format| stem_of(file, format).is_some())
+fn find_format(file: &str) -> Option<&'static str> {
+    FORMATS.into_iter().find(|format| stem(file, format).is_some())
 }
 
-/// Returns the name of a file without the extension `format`, if it has that, in letters of either case.
-fn stem_of<'f>(file: &'f str, format: &str) -> Option<&'f str> {
+/// Returns the name of a file without the extension `format`, in either case of letters; `None` if it has another extension.
+fn stem<'f>(file: &'f str, format: &str) -> Option<&'f str> {
     let at = file.len().checked_sub(format.len())?;
     let (stem, extension) = file.split_at_checked(at)?;
     stem.strip_suffix('.').filter(|_| extension.eq_ignore_ascii_case(format))
 }
 
-/// Whether a file is one of Arrow, as `save_to_disk` of datasets writes.
+/// Whether a file is an Arrow file, as `save_to_disk` of datasets writes.
 fn is_arrow(file: &str) -> bool {
-    stem_of(file, "arrow").is_some()
+    stem(file, "arrow").is_some()
 }
 
 fn not_arrow(file: &str) -> String {
@@ -300,35 +306,35 @@ fn not_arrow(file: &str) -> String {
     )
 }
 
-fn is_of_a_split(file: &str) -> bool {
+fn names_a_split(file: &str) -> bool {
     let words = |c: char| !c.is_ascii_alphanumeric();
     file.split(words).any(|word| SPLITS.contains(&word.to_ascii_lowercase().as_str()))
 }
 
-/// Returns the splits in the names of the files, in the folder `config` if one is given.
+/// Returns the splits that the names of the files contain, in the folder `config` if one is given.
 fn split_names(files: &BTreeSet<String>, config: Option<&str>) -> BTreeSet<String> {
     let folder = config.map(|config| format!("{config}/")).unwrap_or_default();
     let name = |file: &String| -> Option<String> {
         let file = file.strip_prefix(&folder)?;
-        let stem = stem_of(file, format_of(file)?)?;
+        let stem = stem(file, find_format(file)?)?;
         let (parent, stem) = stem.rsplit_once('/').unwrap_or(("", stem));
-        let sharded = stem.find("-of-").and_then(|of| stem[..of].rsplit_once('-'));
+        let sharded = stem.find("-of-").and_then(|end| stem[..end].rsplit_once('-'));
         let in_folder = SPLITS.iter().find(|split| parent.rsplit('/').next() == Some(**split));
         Some(in_folder.map_or(sharded.map_or(stem, |(split, _)| split), |split| split).to_string())
     };
     files.iter().filter_map(name).collect()
 }
 
-/// Lists the splits in the names of the files, for messages, and the `flag` that chooses another, if there is one.
+/// Lists the splits that the names of the files contain, for messages, and the `flag` that chooses another, if there is one.
 fn splits_there(files: &BTreeSet<String>, config: Option<&str>, flag: &str) -> String {
-    let found = split_names(files, config);
-    if found.is_empty() {
+    let splits = split_names(files, config);
+    if splits.is_empty() {
         return match config {
             Some(config) => format!("found no file of rows in its folder {config}"),
             None => format!("found no file of rows ({})", FORMATS.join(", ")),
         };
     }
-    let names: Vec<&str> = found.iter().map(String::as_str).collect();
+    let names: Vec<&str> = splits.iter().map(String::as_str).collect();
     let choose = if flag.is_empty() { String::new() } else { format!("; choose by --{flag}") };
     format!("found {}{choose}", list(&names))
 }
@@ -344,7 +350,7 @@ mod tests {
     use super::*;
 
     fn chosen(files: &[&str], config: Option<&str>, split: &str) -> Result<Vec<String>, String> {
-        of_split(&files.iter().map(ToString::to_string).collect(), config, split)
+        split_files(&files.iter().map(ToString::to_string).collect(), config, split)
     }
 
     #[test]

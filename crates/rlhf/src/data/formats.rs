@@ -15,10 +15,10 @@ use std::sync::Arc;
 /// Columns of lists. CSV cells are text, so in CSV files these are JSON.
 const LISTS: [&str; 4] = ["prompt_ids", "input_ids", "completion_ids", "messages"];
 
-/// Columns of lists whose names other datasets have for text too: a CSV cell is a list if it is one in JSON.
+/// Columns of lists whose names other datasets use for text too: a CSV cell is read as a list if it is a list in JSON.
 const TEXT_OR_LISTS: [&str; 4] = ["labels", "completion_mask", "assistant_masks", "conversations"];
 
-/// Columns of text or of messages. A CSV cell is messages if it is a list in JSON of objects with a `role`.
+/// Columns of text or of messages. A CSV cell is read as messages if it is a JSON list of objects with a `role`.
 const TEXT_OR_MESSAGES: [&str; 4] = ["prompt", "completion", "chosen", "rejected"];
 
 /// Beginnings of messages in Python's form, which `to_csv` of datasets and pandas writes.
@@ -39,7 +39,7 @@ const MAX_RATIO: u64 = 100;
 /// Decompressed size in bytes up to which the ratio is not checked.
 const SMALL_TEXT: u64 = 64 << 20;
 
-/// Returns the error of bytes that are no UTF-8, by what the file begins with.
+/// Returns the error for bytes that are not UTF-8, by the first bytes of the file.
 fn not_utf8(bytes: &[u8]) -> &'static str {
     match bytes {
         [0x1f, 0x8b, ..] => "expected UTF-8, found gzip data: give the file a name that ends in .gz",
@@ -69,13 +69,13 @@ pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
             }
             let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
             let rows: Result<Vec<Row>> = lines.map(|(line, text)| parse_line(&file, line, text)).collect();
-            // After a line that is no object alone.
+            // A line may not be an object by itself because the object goes over several lines.
             rows.map_err(|e| object_over_lines(&text).map_or(e, |message| Error::invalid(path, message)))
         }
     }
 }
 
-/// Returns the next line that is not blank as a row: a JSON object, or a prompt with `json: false`. `read` counts the lines.
+/// Returns the next line that is not blank as a row: a JSON object, or with `json: false` a prompt. `read` counts the lines.
 ///
 /// # Errors
 /// If the source cannot be read, or the line is malformed.
@@ -107,7 +107,7 @@ pub(super) fn next_line(
                 return row.map(Some);
             }
             let mut rest = text.to_string();
-            // Bytes of another encoding leave the error of the first line.
+            // If the rest has bytes of another encoding, the error of the first line stays.
             let whole =
                 (&mut *reader).take(MAX_LINE).read_to_string(&mut rest).ok().and_then(|_| object_over_lines(&rest));
             return row.map(Some).map_err(|e| whole.map_or(e, |message| Error::invalid(&**file, message)));
@@ -117,7 +117,7 @@ pub(super) fn next_line(
     }
 }
 
-/// Parses JSON, in which Python writes numbers that are none as `NaN`, `Infinity` and `-Infinity`: these are null, as in the other formats.
+/// Parses JSON in which Python wrote `NaN`, `Infinity` and `-Infinity`: these are read as null, as in the other formats.
 fn parse<T: serde::de::DeserializeOwned>(text: &str) -> serde_json::Result<T> {
     serde_json::from_str(text).or_else(|error| match without_nans(text) {
         Some(text) => serde_json::from_str(&text).map_err(|_| error),
@@ -125,13 +125,15 @@ fn parse<T: serde::de::DeserializeOwned>(text: &str) -> serde_json::Result<T> {
     })
 }
 
-/// Returns JSON with null in place of `NaN`, `Infinity` and `-Infinity`, if it has one.
+/// Returns JSON with null instead of `NaN`, `Infinity` and `-Infinity`, if it has any of them.
 fn without_nans(text: &str) -> Option<String> {
     let names = ["NaN", "-Infinity", "Infinity"];
     if !names.iter().any(|name| text.contains(name)) {
         return None;
     }
-    let (mut out, mut rest, mut quoted) = (String::with_capacity(text.len()), text, false);
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    let mut quoted = false;
     while let Some(c) = rest.chars().next() {
         let name = names.iter().find(|name| !quoted && rest.starts_with(**name));
         let taken = match (name, c) {
@@ -140,7 +142,7 @@ fn without_nans(text: &str) -> Option<String> {
                 rest = &rest[name.len()..];
                 continue;
             }
-            // The escape and what it escapes.
+            // The backslash and the character that it escapes.
             (None, '\\') if quoted => 1 + rest[1..].chars().next().map_or(0, char::len_utf8),
             (None, c) => c.len_utf8(),
         };
@@ -172,10 +174,10 @@ fn parse_line(file: &Arc<Path>, line: usize, text: &str) -> Result<Row> {
     }
 }
 
-/// Returns the format that the extension of a file names, in letters of either case.
+/// Returns the format that the extension of a file names, in either case of letters.
 pub(super) fn format(path: &Path) -> Option<&'static str> {
-    let found = extension(path)?;
-    ["jsonl", "json", "csv", "parquet"].into_iter().find(|format| found.eq_ignore_ascii_case(format))
+    let extension = extension(path)?;
+    ["jsonl", "json", "csv", "parquet"].into_iter().find(|format| extension.eq_ignore_ascii_case(format))
 }
 
 /// Returns the extension of a file, without a final `.gz`.
@@ -192,7 +194,7 @@ fn is_gzip(path: &Path) -> bool {
 /// Opens a text file, decompressed if its name ends in `.gz`. It may consist of several gzip members, as `cat` joins them.
 ///
 /// # Errors
-/// If it cannot be opened. Reading fails if the gzip data are damaged or expand far more than text does.
+/// If it cannot be opened. Reading fails if the gzip data are damaged or expand far more than text can.
 pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
     let file = files::open(path)?;
     if !is_gzip(path) {
@@ -201,19 +203,19 @@ pub(super) fn open_text(path: &Path) -> Result<Box<dyn BufRead>> {
     let compressed = file.metadata().map_err(Error::io("read", path))?.len();
     let most = SMALL_TEXT.max(compressed.saturating_mul(MAX_RATIO));
     let decompressed = MultiGzDecoder::new(BufReader::new(file));
-    Ok(Box::new(BufReader::new(Bounded { from: decompressed, left: most, most })))
+    Ok(Box::new(BufReader::new(Bounded { source: decompressed, left: most, most })))
 }
 
 /// A reader that fails after `most` bytes, rather than ending there.
 struct Bounded<R> {
-    from: R,
+    source: R,
     left: u64,
     most: u64,
 }
 
 impl<R: Read> Read for Bounded<R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.from.read(buffer)?;
+        let read = self.source.read(buffer)?;
         self.left = self.left.checked_sub(read as u64).ok_or_else(|| {
             std::io::Error::other(format!(
                 "it decompresses to more than {} bytes, {MAX_RATIO} times its size: if that is right, decompress it first",
@@ -261,7 +263,8 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
             .error(file, format!("expected distinct column names, found `{name}` again as column {}", at + 1)));
     }
     let mut rows = Vec::new();
-    let (mut last, mut line) = (0, 1);
+    let mut last = 0;
+    let mut line = 1;
     for record in reader.records() {
         let record = record.map_err(fault)?;
         let start = begin(record.position());
@@ -284,20 +287,21 @@ fn read_csv(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
 /// Parses a CSV cell in the column `name`.
 ///
 /// # Errors
-/// If it has not the type of that column.
+/// If it does not have the type of that column.
 pub(super) fn cell(name: &str, text: &str) -> Result<Value, String> {
-    let (is_list, is_number) = (LISTS.contains(&name), NUMBERS.contains(&name));
+    let is_list = LISTS.contains(&name);
+    let is_number = NUMBERS.contains(&name);
     let wrong = |what: &str| format!("field `{name}`: expected {what}, found {:?}", beginning(text, 120));
-    let is_pythons = PYTHON_MESSAGES.iter().any(|start| text.trim().starts_with(start));
-    let no_list = || wrong("a list in JSON") + if is_pythons { AS_JSONL } else { "" };
+    let is_python = PYTHON_MESSAGES.iter().any(|start| text.trim().starts_with(start));
+    let no_list = || wrong("a list in JSON") + if is_python { AS_JSONL } else { "" };
     match text.trim() {
-        // Other formats have a null here.
+        // Other formats have null for an empty cell.
         "" if is_list || is_number => Ok(Value::Null),
         list if is_list => serde_json::from_str(list).ok().filter(Value::is_array).ok_or_else(no_list),
         number if is_number => {
             serde_json::from_str(number).ok().filter(Value::is_number).ok_or_else(|| wrong("a number"))
         }
-        _ if TEXT_OR_MESSAGES.contains(&name) && is_pythons => Err(no_list()),
+        _ if TEXT_OR_MESSAGES.contains(&name) && is_python => Err(no_list()),
         list if TEXT_OR_MESSAGES.contains(&name) && list.starts_with("[{") => {
             Ok(serde_json::from_str(list).ok().filter(are_messages).unwrap_or_else(|| text.into()))
         }
@@ -315,7 +319,8 @@ fn are_messages(value: &Value) -> bool {
 
 /// Returns true if CSV text that starts with a record ends within quotes.
 fn ends_in_quotes(record: &str) -> bool {
-    let (mut quoted, mut field_start) = (false, true);
+    let mut quoted = false;
+    let mut field_start = true;
     for c in record.chars() {
         // A quote within quotes is doubled: it closes and reopens them.
         match c {
@@ -340,11 +345,11 @@ fn read_parquet(path: &Arc<Path>) -> Result<Vec<Row>> {
 }
 
 fn object(columns: Vec<(String, Field)>) -> Value {
-    columns.into_iter().map(|(name, field)| (name, json_of(field))).collect::<Map<_, _>>().into()
+    columns.into_iter().map(|(name, field)| (name, to_json(field))).collect::<Map<_, _>>().into()
 }
 
 /// Converts a Parquet value to JSON. Bytes that are not text, such as images, become null.
-fn json_of(field: Field) -> Value {
+fn to_json(field: Field) -> Value {
     match field {
         Field::Null => Value::Null,
         Field::Bool(value) => value.into(),
@@ -362,14 +367,14 @@ fn json_of(field: Field) -> Value {
         Field::Str(text) => text.into(),
         Field::Bytes(bytes) => bytes.as_utf8().map_or(Value::Null, Value::from),
         Field::Group(row) => object(row.into_columns()),
-        Field::ListInternal(list) => list.elements().iter().cloned().map(json_of).collect(),
+        Field::ListInternal(list) => list.elements().iter().cloned().map(to_json).collect(),
         Field::MapInternal(map) => {
             let entry = |(key, value): &(Field, Field)| {
-                let key = match json_of(key.clone()) {
+                let key = match to_json(key.clone()) {
                     Value::String(key) => key,
                     key => key.to_string(),
                 };
-                (key, json_of(value.clone()))
+                (key, to_json(value.clone()))
             };
             map.entries().iter().map(entry).collect::<Map<_, _>>().into()
         }

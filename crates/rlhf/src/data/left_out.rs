@@ -15,23 +15,23 @@ pub(super) struct LeftOut {
 }
 
 impl LeftOut {
-    /// Looks for all parts of `messages` in `text`. A part that several messages have is there as often as it is in them.
+    /// Looks for all parts of `messages` in `text`. A part that occurs in several messages has to be in the text as often.
     pub(super) fn find(messages: &[Value], text: &str) -> Self {
         let all: Vec<(usize, String)> =
             (1..).zip(messages).flat_map(|(at, m)| parts(m).into_iter().map(move |p| (at, p))).collect();
-        let mut found = Self { parts: all.len(), ..Self::default() };
+        let mut left_out = Self { parts: all.len(), ..Self::default() };
         for (place, (at, part)) in all.iter().enumerate() {
             let wanted = 1 + all[..place].iter().filter(|(_, other)| other == part).count();
             if has(text, part, wanted) {
                 continue;
             }
-            found.missing += 1;
-            if found.first.is_empty() {
+            left_out.missing += 1;
+            if left_out.first.is_empty() {
                 let role = messages[at - 1]["role"].as_str().unwrap_or_default();
-                found.first = format!("{:?} of message {at} ({role})", beginning(part, 40));
+                left_out.first = format!("{:?} of message {at} ({role})", beginning(part, 40));
             }
         }
-        found
+        left_out
     }
 
     pub(super) fn is_some(&self) -> bool {

@@ -22,7 +22,7 @@ impl Dataset {
     /// Returns the preference pairs of all rows: `chosen` and `rejected`, each after the `prompt` if there is one.
     ///
     /// All of them are strings, or all are lists of messages. With `append_eos`, EOS is appended to strings; encoders need none,
-    /// as they read the score at the first token. Conversations end as the chat template ends them, less whitespace after the
+    /// as they read the score at the first token. Conversations end as the chat template ends them, without whitespace after the
     /// last EOS: PPO responses end with EOS, and scores are read at the last token.
     ///
     /// A number in `margin` is the margin of the pairwise loss.
@@ -30,7 +30,7 @@ impl Dataset {
     /// # Errors
     /// If a row lacks one of the two, its margin is not a number, the tokenizer has no EOS token, or its chat template fails.
     pub fn pairs(&self, tokenizer: &Tokenizer, append_eos: bool) -> Result<Vec<Pair>> {
-        self.map(|row| pair_of(row, tokenizer, append_eos))
+        self.map(|row| read_pair(row, tokenizer, append_eos))
     }
 }
 
@@ -42,7 +42,7 @@ pub(super) fn is_pair(row: &Value) -> bool {
 }
 
 /// Returns the preference pair of a row; see [`Dataset::pairs`].
-pub(super) fn pair_of(row: &Value, tokenizer: &Tokenizer, append_eos: bool) -> Result<Pair> {
+pub(super) fn read_pair(row: &Value, tokenizer: &Tokenizer, append_eos: bool) -> Result<Pair> {
     let has_prompt = field(row, "prompt").is_some();
     let side = |name| -> Result<Vec<i64>> {
         if let Some(Value::Array(_)) = field(row, name) {

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 /// A prompt with two completions, one of them preferred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preference {
-    /// Token ids of the prompt, without those at its end that are others before a completion.
+    /// Token ids of the prompt, without the tokens at its end that become others before a completion.
     pub prompt: Vec<i64>,
     /// Token ids of the preferred completion.
     pub chosen: Vec<i64>,
@@ -20,9 +20,9 @@ pub struct Preference {
 }
 
 impl Dataset {
-    /// Returns the preferences of all rows: `chosen` and `rejected` after `prompt`, or, without a prompt, two texts or conversations that begin
-    /// with it. All are strings, or all are lists of messages. EOS is appended to strings that do not end with it; conversations end as the
-    /// chat template ends them. Also returns a message if the end of prompts is left out.
+    /// Returns the preferences of all rows: `chosen` and `rejected` after `prompt`, or, without a prompt, two texts or conversations that both
+    /// begin with the prompt. All are strings, or all are lists of messages. EOS is appended to strings that do not end with it; conversations
+    /// end as the chat template ends them. Also returns a message if the end of some prompts is left out.
     ///
     /// The prompt ends where it is no longer the beginning of both texts: tokens may merge across its end, or the chat template may write
     /// something else there.
@@ -30,45 +30,48 @@ impl Dataset {
     /// # Errors
     /// If a row lacks one of the two, both have no beginning in common, the tokenizer has no EOS token, or its chat template fails.
     pub fn preferences(&self, tokenizer: &Tokenizer) -> Result<(Vec<Preference>, Option<String>)> {
-        let found = self.map(|row| preference_of(row, tokenizer))?;
-        let lost = found.iter().position(|(_, lost)| !lost.is_empty());
+        let preferences = self.map(|row| read_preference(row, tokenizer))?;
+        let lost = preferences.iter().position(|(_, lost)| !lost.is_empty());
         let note = lost.map(|at| {
-            let (count, ids) = (found.iter().filter(|(_, lost)| !lost.is_empty()).count(), &found[at].1);
+            let count = preferences.iter().filter(|(_, lost)| !lost.is_empty()).count();
+            let ids = &preferences[at].1;
             let text = tokenizer.decode_verbatim(ids).unwrap_or_default();
             format!(
                 "{}: in {count} of {} rows the end of the prompt is left out, first {} in {}: tokens merge across it, or the chat template writes \
                  a prompt alone differently",
                 self.name.display(),
-                found.len(),
+                preferences.len(),
                 brief(&format!("{text:?}")),
                 self.rows[at].place
             )
         });
-        Ok((found.into_iter().map(|(preference, _)| preference).collect(), note))
+        Ok((preferences.into_iter().map(|(preference, _)| preference).collect(), note))
     }
 }
 
 /// Returns the preference of a row, and the tokens at the end of its prompt that are left out.
-fn preference_of(row: &Value, tokenizer: &Tokenizer) -> Result<(Preference, Vec<i64>)> {
+fn read_preference(row: &Value, tokenizer: &Tokenizer) -> Result<(Preference, Vec<i64>)> {
     let is_chat = matches!(field(row, "chosen"), Some(Value::Array(_)));
     let [prompt, chosen, rejected] =
         if is_chat { encode_chats(row, tokenizer)? } else { encode_texts(row, tokenizer)? };
     let len = shared_prefix(&prompt, &chosen).min(shared_prefix(&prompt, &rejected));
     let lost = prompt[len..].to_vec();
-    let (chosen, rejected) = (chosen[len..].to_vec(), rejected[len..].to_vec());
+    let chosen = chosen[len..].to_vec();
+    let rejected = rejected[len..].to_vec();
     Ok((Preference { prompt: prompt[..len].to_vec(), chosen, rejected }, lost))
 }
 
-/// Returns the token ids of the prompt, and of both texts with it.
+/// Returns the token ids of the prompt alone, and of the prompt with each of the two completions.
 fn encode_texts(row: &Value, tokenizer: &Tokenizer) -> Result<[Vec<i64>; 3]> {
-    let (chosen, rejected) = (text_field(row, "chosen")?, text_field(row, "rejected")?);
+    let chosen = text_field(row, "chosen")?;
+    let rejected = text_field(row, "rejected")?;
     let (prompt, sides) = if field(row, "prompt").is_some() {
         (text_field(row, "prompt")?.to_string(), [chosen, rejected].map(String::from))
     } else {
         check_whole(row, chosen)?;
         let [chosen, rejected] = [chosen, rejected].map(|text| text.chars().collect::<Vec<char>>());
         let mut len = shared_len(&chosen, &rejected)?;
-        // The space before a completion is its own.
+        // The space before a completion belongs to the completion.
         if chosen.get(len) != rejected.get(len) && len > 0 && chosen[len - 1] == ' ' {
             len -= 1;
         }
@@ -83,14 +86,15 @@ fn encode_texts(row: &Value, tokenizer: &Tokenizer) -> Result<[Vec<i64>; 3]> {
     Ok([tokenizer.encode(&prompt)?, chosen?, rejected?])
 }
 
-/// As [`encode_texts`], of messages.
+/// [`encode_texts`] for messages.
 fn encode_chats(row: &Value, tokenizer: &Tokenizer) -> Result<[Vec<i64>; 3]> {
     let messages = |name: &str| conversation(row, &[name]);
-    let ((chosen, variables), (rejected, _)) = (messages("chosen")?, messages("rejected")?);
+    let (chosen, variables) = messages("chosen")?;
+    let (rejected, _) = messages("rejected")?;
     let (prompt, chosen, rejected) = if field(row, "prompt").is_some() {
         let prompt = match conversation(row, &["prompt"]) {
             Err(_) if row["prompt"].is_string() => conversation(row, &["prompt", "chosen"]).map(|_| Vec::new())?,
-            found => found?.0,
+            prompt => prompt?.0,
         };
         (prompt, chosen, rejected)
     } else {
@@ -108,8 +112,8 @@ fn encode_chats(row: &Value, tokenizer: &Tokenizer) -> Result<[Vec<i64>; 3]> {
     Ok([render(&prompt, true, &variables)?, whole(chosen)?, whole(rejected)?])
 }
 
-/// Returns the length of the common beginning; where one is the beginning of the other, its last element is not part of it, so that no completion
-/// is empty.
+/// Returns the length of the common beginning. If one of the two is the beginning of the other, its last element does not count, so that no
+/// completion is empty.
 fn shared_len<T: PartialEq>(chosen: &[T], rejected: &[T]) -> Result<usize> {
     let shortest = chosen.len().min(rejected.len());
     if shortest == 0 {

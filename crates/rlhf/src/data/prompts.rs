@@ -33,12 +33,12 @@ pub struct PromptLimit {
 }
 
 impl PromptLimit {
-    /// Limits prompts to `max_length`, the models' context less the response; a longer prompt is an error.
+    /// Limits prompts to `max_length`, the models' context minus the response; a longer prompt is an error.
     pub fn of_context(max_length: usize) -> Self {
         Self { max_length, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
     }
 
-    /// Limits prompts to `max_length`, the most tokens of an encoder, which the response does not share; a longer prompt is an error.
+    /// Limits prompts to `max_length`, the maximum number of tokens of an encoder, which the response does not share; a longer prompt is an error.
     pub fn of_encoder(max_length: usize) -> Self {
         Self { reason: "the encoder's limit", ..Self::of_context(max_length) }
     }
@@ -53,24 +53,25 @@ impl PromptLimit {
         self.reason
     }
 
-    /// Creates the limit that the settings define, within `of_models`, that of the models.
+    /// Creates the limit that the settings define, within `model_limit`, the limit of the models.
     ///
     /// # Errors
-    /// If `max_prompt_length` is above `of_models`.
-    pub fn new(config: &PromptLengthConfig, of_models: Self) -> Result<Self> {
-        let (long, hint) = (config.long_prompts, "; --long_prompts can drop or truncate such prompts");
+    /// If `max_prompt_length` is above `model_limit`.
+    pub fn new(config: &PromptLengthConfig, model_limit: Self) -> Result<Self> {
+        let long = config.long_prompts;
+        let hint = "; --long_prompts can drop or truncate such prompts";
         match config.max_prompt_length {
-            Some(max_length) if max_length > of_models.max_length => Err(Error::refused(
+            Some(max_length) if max_length > model_limit.max_length => Err(Error::refused(
                 "max_prompt_length",
-                format!(" = {max_length}: expected at most {}, {}", of_models.max_length, of_models.reason),
+                format!(" = {max_length}: expected at most {}, {}", model_limit.max_length, model_limit.reason),
             )),
             Some(max_length) => Ok(Self { max_length, long, reason: "max_prompt_length", hint }),
-            None => Ok(Self { long, hint, ..of_models }),
+            None => Ok(Self { long, hint, ..model_limit }),
         }
     }
 
-    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps the tokens that the
-    /// tokenizer puts `around` every prompt. `is_part`: the tokens are those of a part of the prompt.
+    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps `prefix` and `suffix`, the tokens
+    /// that the tokenizer puts around every prompt. `is_part`: the tokens are those of only a part of the prompt.
     fn shorten(
         &self,
         mut prompt: Prompt,
@@ -78,12 +79,13 @@ impl PromptLimit {
         tokenizer: &Tokenizer,
         is_part: bool,
     ) -> Result<Option<Prompt>> {
-        let (max_length, found) = (self.max_length, prompt.tokens.len());
+        let max_length = self.max_length;
+        let length = prompt.tokens.len();
         match self.long {
             LongPrompts::Error => {
                 let more = if is_part { "more than " } else { "" };
                 return Err(Error::Run(format!(
-                    "the prompt is too long: expected at most {max_length} tokens ({}), found {more}{found}{}",
+                    "the prompt is too long: expected at most {max_length} tokens ({}), found {more}{length}{}",
                     self.reason, self.hint
                 )));
             }
@@ -91,12 +93,12 @@ impl PromptLimit {
             LongPrompts::TruncateLeft => {
                 let keeps_prefix = prompt.tokens.starts_with(prefix) && prefix.len() < max_length;
                 let kept = if keeps_prefix { prefix.len() } else { 0 };
-                prompt.tokens.drain(kept..kept + found - max_length);
+                prompt.tokens.drain(kept..kept + length - max_length);
             }
             LongPrompts::TruncateRight => {
                 let keeps_suffix = prompt.tokens.ends_with(suffix) && suffix.len() < max_length;
                 let kept = if keeps_suffix { suffix.len() } else { 0 };
-                prompt.tokens.drain(max_length - kept..found - kept);
+                prompt.tokens.drain(max_length - kept..length - kept);
             }
         }
         let is_chat = prompt_field(&prompt.row).is_some_and(|(_, prompt)| prompt.is_array());
@@ -122,11 +124,11 @@ impl Dataset {
         Ok(self.prompts_within(tokenizer, vocab, limit)?.0)
     }
 
-    /// As [`Dataset::prompts`], with a treatment of long prompts. Also returns a message with the number of prompts that were
-    /// dropped or truncated, or that are texts beside a `system` text, if there are any.
+    /// [`Dataset::prompts`] with a treatment of long prompts. Also returns a message with the number of prompts that were
+    /// dropped or truncated, or that are texts in rows with a separate `system` text, if there are any.
     ///
     /// # Errors
-    /// As [`Dataset::prompts`]; if all prompts are dropped.
+    /// The errors of [`Dataset::prompts`]; if all prompts are dropped.
     pub fn prompts_within(
         &self,
         tokenizer: &Tokenizer,
@@ -139,7 +141,7 @@ impl Dataset {
             if truncates && tokenizer.knows_text() { tokenizer.around_prompts()? } else { Default::default() };
         let keeps_end = long == LongPrompts::TruncateLeft;
         let prompts = self.map(|row| {
-            let (prompt, is_part) = prompt_above(row, tokenizer, vocab, Some((max_length, keeps_end)))?;
+            let (prompt, is_part) = read_prompt_part(row, tokenizer, vocab, Some((max_length, keeps_end)))?;
             if prompt.tokens.is_empty() {
                 return Err(Error::Run("the prompt is empty: expected at least one token".into()));
             }
@@ -148,7 +150,8 @@ impl Dataset {
             }
             Ok((limit.shorten(prompt, (&prefix, &suffix), tokenizer, is_part)?, true))
         })?;
-        let (all, too_long) = (prompts.len(), prompts.iter().filter(|(_, long)| *long).count());
+        let all = prompts.len();
+        let too_long = prompts.iter().filter(|(_, long)| *long).count();
         let prompts: Vec<Prompt> = prompts.into_iter().filter_map(|(prompt, _)| prompt).collect();
         if prompts.is_empty() {
             let message = format!("each of {all} prompts has more than {max_length} tokens ({reason})");
@@ -163,12 +166,13 @@ impl Dataset {
         Ok((prompts, (!notes.is_empty()).then(|| notes.join("; "))))
     }
 
-    /// Returns a message with the number of prompts that are texts and lack what the rows have to be read before them.
+    /// Returns a message with the number of prompts that are texts and lack the `system` text or the `history` of their rows.
     fn note_on_texts(&self) -> Option<String> {
         let lacks = |row: &&Value| {
             prompt_field(row).is_some_and(|(_, prompt)| prompt.is_string()) && !before_question(row).is_empty()
         };
-        let (count, name) = (self.rows().filter(lacks).count(), self.name.display());
+        let count = self.rows().filter(lacks).count();
+        let name = self.name.display();
         (count > 0).then(|| {
             format!(
                 "{name}: {count} of the prompts are texts without the `system` text or the `history` of their rows: --apply_chat_template \
@@ -179,13 +183,18 @@ impl Dataset {
 }
 
 /// Returns the prompt of a row, of any length.
-pub(super) fn prompt_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
-    Ok(prompt_above(row, tokenizer, vocab, None)?.0)
+pub(super) fn read_prompt(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Prompt> {
+    Ok(read_prompt_part(row, tokenizer, vocab, None)?.0)
 }
 
-/// Returns the prompt of a row; of a text that is far longer than `most` tokens, a part that is longer, and whether it is one: the beginning, or
-/// with `true` the end. Encoding all of a text of 100 MB would take 14 GB.
-fn prompt_above(row: &Value, tokenizer: &Tokenizer, vocab: i64, most: Option<(usize, bool)>) -> Result<(Prompt, bool)> {
+/// Returns the prompt of a row, and whether it is only a part of the prompt's text: of a text that is far longer than `most` tokens, a part that
+/// has more tokens than that, from its beginning or with `true` from its end. Encoding a whole text of 100 MB would take 14 GB.
+fn read_prompt_part(
+    row: &Value,
+    tokenizer: &Tokenizer,
+    vocab: i64,
+    most: Option<(usize, bool)>,
+) -> Result<(Prompt, bool)> {
     let part = |text: &str| -> Result<(String, bool)> {
         let part = most.map_or(Ok(text), |(most, keeps_end)| tokenizer.part_above(text, most, keeps_end))?;
         Ok((part.to_string(), part.len() < text.len()))
@@ -256,8 +265,8 @@ mod tests {
             assert!(completions.unwrap_err().to_string().contains("too long: expected at most 8 tokens"));
         }
         tokenizer.set_encoder_decoder(false);
-        let of = |tokenizer: &Tokenizer| pairs.pairs(tokenizer, true).unwrap().remove(0);
-        let (whole, part) = (of(&tokenizer), of(&tokenizer.limited_to(8)));
+        let encode = |tokenizer: &Tokenizer| pairs.pairs(tokenizer, true).unwrap().remove(0);
+        let (whole, part) = (encode(&tokenizer), encode(&tokenizer.limited_to(8)));
         assert_eq!((&whole.chosen[..8], &whole.rejected), (&part.chosen[..8], &part.rejected));
         assert!(part.chosen.len() > 8 && part.chosen.len() < whole.chosen.len() / 2);
     }

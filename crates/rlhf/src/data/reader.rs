@@ -37,7 +37,7 @@ impl RowReader {
     /// Reads the rows of these files.
     ///
     /// # Errors
-    /// As [`RowReader::open`].
+    /// The errors of [`RowReader::open`].
     pub fn of_files(files: &Files) -> Result<Self> {
         let columns = Columns::default();
         let whole = |path: &Path| matches!(format(path), Some("json" | "csv" | "parquet"));

@@ -3,7 +3,7 @@
 use super::chat::{cut_after_eos, encode_chat, encode_prompt_and_response};
 use super::dataset::Dataset;
 use super::pairs::is_pair;
-use super::prompts::{Prompt, prompt_of};
+use super::prompts::{Prompt, read_prompt};
 use super::row::{check_length, check_lengths, expected, field, messages_field, text_field, token_ids};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
@@ -28,7 +28,7 @@ pub struct PromptResponse {
 /// Token ids of a prompt and its completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptCompletion {
-    /// Token ids of both.
+    /// Token ids of prompt and completion.
     pub tokens: Vec<i64>,
     /// Number of tokens of the prompt.
     pub prompt_len: usize,
@@ -67,43 +67,45 @@ impl Dataset {
     /// # Errors
     /// If a row has no prompt with a completion.
     pub fn responses(&self, tokenizer: &Tokenizer) -> Result<Vec<PromptResponse>> {
-        self.map(|row| response_of(row, tokenizer))
+        self.map(|row| read_response(row, tokenizer))
     }
 
-    /// Returns a note if the first row has its completion as token ids and as a text that is not theirs: another tokenizer made them.
+    /// Returns a note if the first row has its completion as token ids and as a text that does not belong to these ids: another tokenizer made
+    /// them.
     pub fn note_on_ids(&self, tokenizer: &Tokenizer) -> Option<String> {
         let row = self.rows().next()?;
-        let (text, ids) = (field(row, "completion")?.as_str()?, token_ids(row, "completion_ids", i64::MAX).ok()??);
+        let text = field(row, "completion")?.as_str()?;
+        let ids = token_ids(row, "completion_ids", i64::MAX).ok()??;
         let prompt = token_ids(row, "prompt_ids", i64::MAX).ok()?.unwrap_or_default();
-        let found = tokenizer.decode_after(&prompt, &ids).ok()?;
-        let is_theirs = |found: &str| found.trim() == text.trim();
-        if !tokenizer.knows_text() || is_theirs(&found) || is_theirs(&tokenizer.decode_verbatim(&ids).ok()?) {
+        let decoded = tokenizer.decode_after(&prompt, &ids).ok()?;
+        let is_text = |decoded: &str| decoded.trim() == text.trim();
+        if !tokenizer.knows_text() || is_text(&decoded) || is_text(&tokenizer.decode_verbatim(&ids).ok()?) {
             return None;
         }
         Some(format!(
             "the `completion_ids` of the first row are {:?} with the tokenizer of {}, and its `completion` is {:?}: another tokenizer made \
              them, and they are taken as they are; rows without `prompt_ids` and `completion_ids` are read as texts",
-            beginning(&found, 40),
+            beginning(&decoded, 40),
             tokenizer.dir().display(),
             beginning(text, 40)
         ))
     }
 
-    /// Returns the responses of every row that rewards score: one as in [`Dataset::responses`], or `chosen` and `rejected` of a
+    /// Returns the responses of every row that rewards score: one response as in [`Dataset::responses`], or `chosen` and `rejected` of a
     /// preference pair, with EOS appended to strings as in [`Dataset::pairs`].
     ///
     /// # Errors
-    /// As [`Dataset::responses`].
+    /// The errors of [`Dataset::responses`].
     pub fn scored_responses(&self, tokenizer: &Tokenizer) -> Result<Vec<Vec<PromptResponse>>> {
         self.map(|row| {
             if !is_pair(row) {
-                let row = of_conversation(row)?;
-                return Ok(vec![response_of(&row, tokenizer)?]);
+                let row = divide_conversation(row)?;
+                return Ok(vec![read_response(&row, tokenizer)?]);
             }
             let side = |name: &str| -> Result<PromptResponse> {
                 let mut side = row.clone();
                 side["completion"] = row[name].clone();
-                let mut response = response_of(&side, tokenizer)?;
+                let mut response = read_response(&side, tokenizer)?;
                 if row[name].is_string() {
                     append_eos(&mut response.response_ids, tokenizer);
                 }
@@ -114,13 +116,13 @@ impl Dataset {
     }
 }
 
-/// Returns a row that is a conversation, and no other form, as its prompt and the assistant's last message; any other row as it is.
-fn of_conversation(row: &Value) -> Result<Cow<'_, Value>> {
+/// Divides a row that is a conversation, and has no other form, into its prompt and the assistant's last message; returns any other row as it is.
+fn divide_conversation(row: &Value) -> Result<Cow<'_, Value>> {
     let is_other =
         ["completion", "completion_ids", "prompt_ids", "response"].iter().any(|name| field(row, name).is_some());
-    let Some((name, found)) = messages_field(row).filter(|_| !is_other) else { return Ok(Cow::Borrowed(row)) };
+    let Some((name, value)) = messages_field(row).filter(|_| !is_other) else { return Ok(Cow::Borrowed(row)) };
     let last =
-        found.as_array().and_then(|messages| messages.split_last()).filter(|(last, _)| last["role"] == "assistant");
+        value.as_array().and_then(|messages| messages.split_last()).filter(|(last, _)| last["role"] == "assistant");
     let (last, prompt) = last.ok_or_else(|| {
         Error::Run(expected(name, "a list of messages that ends with the assistant's, which rewards score,", row))
     })?;
@@ -153,7 +155,8 @@ pub(super) fn append_eos(ids: &mut Vec<i64>, tokenizer: &Tokenizer) {
 }
 
 /// Returns true if the row is a sample of a run whose response ended with EOS: sample files store responses without it. `tokens` is the
-/// number of tokens that the response's text encodes to: with as many as the run counted, another token or a stop string ended it.
+/// number of tokens that the response's text encodes to: if that is the number that the run counted, the response ended with another token or
+/// a stop string.
 pub(super) fn is_sample_without_eos(row: &Value, tokens: usize) -> bool {
     let lacks_a_token = row["num_tokens"].as_u64().is_none_or(|counted| (tokens as u64) < counted);
     response_field(row) == "response"
@@ -164,13 +167,13 @@ pub(super) fn is_sample_without_eos(row: &Value, tokens: usize) -> bool {
 }
 
 /// Returns the prompt and response of a row; see [`Dataset::responses`].
-fn response_of(row: &Value, tokenizer: &Tokenizer) -> Result<PromptResponse> {
+fn read_response(row: &Value, tokenizer: &Tokenizer) -> Result<PromptResponse> {
     let (mut tokens, prompt_len) = prompt_and_completion(row, tokenizer, i64::MAX, false)?;
     let has_ids = field(row, "completion_ids").is_some();
     if !has_ids && row[response_field(row)].is_array() {
         tokens = cut_after_eos(tokens, tokenizer)?;
     }
-    let mut prompt = prompt_of(row, tokenizer, i64::MAX)?;
+    let mut prompt = read_prompt(row, tokenizer, i64::MAX)?;
     let mut response_ids = tokens.split_off(prompt_len.min(tokens.len()));
     if is_sample_without_eos(row, response_ids.len()) {
         append_eos(&mut response_ids, tokenizer);
@@ -204,7 +207,8 @@ pub(super) fn prompt_and_completion(
         if let Some(Value::Array(_)) = field(row, name) {
             return encode_prompt_and_response(row, tokenizer, name);
         }
-        let (prompt, completion) = (text_field(row, "prompt")?, text_field(row, name)?);
+        let prompt = text_field(row, "prompt")?;
+        let completion = text_field(row, name)?;
         let encode = if keep_eos { Tokenizer::encode_open_pair } else { Tokenizer::encode_unclosed_pair };
         return encode(tokenizer, prompt, completion);
     };

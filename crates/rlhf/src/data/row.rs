@@ -30,11 +30,11 @@ pub(super) const FIELDS: [(&str, &[&str]); 17] = [
     ("tools", &[]),
 ];
 
-/// The error for an array where a line is to be a row.
+/// The error for a line with an array where a row is expected.
 pub(super) const ARRAY: &str =
     "expected a JSON object, found an array; an array is read from a file whose name ends in .json";
 
-/// [`to_roles`] of a value that is read as the field `name`, if that may hold messages.
+/// Applies [`to_roles`] to a value that is read as the field `name`, if that field may hold messages.
 pub(super) fn as_field(name: &str, mut value: Value) -> Value {
     if MESSAGES.contains(&name) {
         to_roles(&mut value);
@@ -58,7 +58,7 @@ impl Row {
                 Ok(Self { file: file.clone(), place, value })
             }
             Value::Array(_) if matches!(place, Place::Line(_)) => Err(place.error(file, ARRAY)),
-            found => Err(place.error(file, format!("expected a JSON object, found {}", brief(&found.to_string())))),
+            other => Err(place.error(file, format!("expected a JSON object, found {}", brief(&other.to_string())))),
         }
     }
 
@@ -111,10 +111,10 @@ pub(crate) fn prompt_field(row: &Value) -> Option<(&'static str, &Value)> {
     ["prompt", "query"].into_iter().find_map(|name| Some((name, field(row, name)?)))
 }
 
-/// Returns the conversation that a row is, with the name of its field: `messages`, or `conversations`, as ShareGPT's datasets have it.
+/// Returns the conversation of a row, with the name of its field: `messages`, or `conversations` as in ShareGPT's datasets.
 pub(crate) fn messages_field(row: &Value) -> Option<(&'static str, &Value)> {
-    let of = |name| Some((name, field(row, name)?));
-    of("messages").or_else(|| of("conversations").filter(|(_, found)| found.is_array()))
+    let named = |name| Some((name, field(row, name)?));
+    named("messages").or_else(|| named("conversations").filter(|(_, value)| value.is_array()))
 }
 
 /// Returns the token ids in the field `name`, or `None` if the row has no such field.
@@ -147,7 +147,7 @@ pub(super) fn check_length(length: usize, max_length: usize) -> Result<()> {
     )))
 }
 
-/// Checks that an encoder reads `prompt` tokens, and its decoder a start token before `response` tokens: `max_length` each.
+/// Checks that an encoder can read `prompt` tokens, and its decoder a start token and `response` tokens, each within `max_length`.
 pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -> Result<()> {
     if prompt <= max_length && response < max_length {
         return Ok(());
@@ -159,7 +159,7 @@ pub(super) fn check_lengths(prompt: usize, response: usize, max_length: usize) -
     )))
 }
 
-/// Checks a pair without a `prompt` whose `chosen` is a text: it has the prompt too, unless another column has it.
+/// Checks a pair without a `prompt` whose `chosen` is a text: the text includes the prompt, unless another column has it.
 ///
 /// # Errors
 /// If a column that is probably the prompt has a text that is not in `chosen`.
@@ -180,7 +180,7 @@ pub(super) fn check_whole(row: &Value, chosen: &str) -> Result<()> {
 /// Returns the message "expected ... in the field `name`, found ..." for a row whose field is missing or has the wrong type.
 pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     match row.get(name) {
-        Some(found) => format!("field `{name}`: expected {what}, found {}", brief(&found.to_string())),
+        Some(value) => format!("field `{name}`: expected {what}, found {}", brief(&value.to_string())),
         None => {
             let names: Vec<String> = row
                 .as_object()
@@ -194,18 +194,18 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     }
 }
 
-/// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by it, and by the fields that are
-/// read along with it, and the flag or the line that reads them. No text of the row is left out by that.
+/// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by `name`, and by the fields that are
+/// read along with it, and the flag or the command that reads them. The flag or command leaves out no text of the row.
 fn hint(name: &str, row: &Value) -> String {
     let likely = likely_fields(name, row);
     if !is_field(name) {
         return likely.first().map_or(String::new(), |other| format!("; if `{other}` is it, rename it to `{name}`"));
     }
-    if let Some(found) = dialects::hint(row) {
-        return found;
+    if let Some(dialect_hint) = dialects::hint(row) {
+        return dialect_hint;
     }
-    let own = [name];
-    // Without a field for the one that is needed, the others are no help.
+    let only_this = [name];
+    // If nothing fits the field that is needed, the other fields do not help.
     let (needed, fields): (&str, &[&str]) = match name {
         "text"
             if likely.is_empty()
@@ -215,20 +215,20 @@ fn hint(name: &str, row: &Value) -> String {
         }
         "text" if likely.is_empty() => ("completion", &["prompt", "completion"]),
         "chosen" | "rejected" => (name, &["prompt", "chosen", "rejected"]),
-        _ => (name, &own),
+        _ => (name, &only_this),
     };
     if likely_fields(needed, row).is_empty() {
-        return hint_of_lists(row).unwrap_or_default();
+        return list_hint(row).unwrap_or_default();
     }
     let missing = fields.iter().filter(|name| field(row, name).is_none());
-    let found: Vec<(&str, Vec<&str>)> =
+    let likely_by_field: Vec<(&str, Vec<&str>)> =
         missing.map(|name| (*name, likely_fields(name, row))).filter(|(_, others)| !others.is_empty()).collect();
-    if found.iter().any(|(_, others)| others.len() > 1) {
-        return hint_of_several(&found);
+    if likely_by_field.iter().any(|(_, others)| others.len() > 1) {
+        return join_hint(&likely_by_field);
     }
-    let columns: Vec<String> = found.iter().map(|(name, others)| format!("{name}={}", others[0])).collect();
+    let columns: Vec<String> = likely_by_field.iter().map(|(name, others)| format!("{name}={}", others[0])).collect();
     let columns = columns.join(",");
-    match found.as_slice() {
+    match likely_by_field.as_slice() {
         [] => String::new(),
         [(_, others)] => format!("; if `{}` is it, --dataset_columns {columns}", others[0]),
         [others @ .., (_, last)] => {
@@ -238,23 +238,24 @@ fn hint(name: &str, row: &Value) -> String {
     }
 }
 
-/// Returns the hint where a field may be made of several columns, such as Alpaca's `instruction` and `input`: a line that joins those of a prompt.
-fn hint_of_several(found: &[(&str, Vec<&str>)]) -> String {
+/// Returns the hint where a field may be made of several columns, such as Alpaca's `instruction` and `input`: a command that joins the columns of
+/// a prompt.
+fn join_hint(likely_by_field: &[(&str, Vec<&str>)]) -> String {
     let value = |(name, others): &(&str, Vec<&str>)| {
-        let of = |other: &&str| format!(".[{}]", Value::from(*other));
+        let column = |other: &&str| format!(".[{}]", Value::from(*other));
         let value = match others.as_slice() {
-            [one] => of(one),
+            [one] => column(one),
             others if *name == "prompt" => {
-                let all: Vec<String> = others.iter().map(of).collect();
+                let all: Vec<String> = others.iter().map(column).collect();
                 format!("([{}] | map(select(. != null and . != \"\")) | join(\"\\n\"))", all.join(", "))
             }
-            others => of(&others[0]),
+            others => column(&others[0]),
         };
         format!("{name}: {value}")
     };
-    let several = found.iter().filter(|(_, others)| others.len() > 1);
+    let several = likely_by_field.iter().filter(|(_, others)| others.len() > 1);
     let names: Vec<String> = several.clone().flat_map(|(_, others)| others).map(|name| format!("`{name}`")).collect();
-    let fields: Vec<String> = found.iter().map(value).collect();
+    let fields: Vec<String> = likely_by_field.iter().map(value).collect();
     let choice = if several.clone().any(|(name, _)| *name != "prompt") { ", or another of them," } else { "" };
     format!(
         "; it may be in {}{choice} in the rows of: jq -c 'if type == \"array\" then .[] else . end | . + {{{}}}' FILE > rows.jsonl",
@@ -263,8 +264,8 @@ fn hint_of_several(found: &[(&str, Vec<&str>)]) -> String {
     )
 }
 
-/// Returns the hint where the row is an object around the rows: the keys that hold lists of objects, and the line that takes one out.
-fn hint_of_lists(row: &Value) -> Option<String> {
+/// Returns the hint where the row is an object around the rows: the keys that hold lists of objects, and the command that takes one out.
+fn list_hint(row: &Value) -> Option<String> {
     let fields = row.as_object()?;
     // Messages and tools are parts of a row.
     let is_row = |(name, _): &(&String, &Value)| is_field(name) || MESSAGES.contains(&name.as_str());
@@ -286,7 +287,7 @@ fn hint_of_lists(row: &Value) -> Option<String> {
     ))
 }
 
-/// Returns the error of a file that is one JSON object over several lines, if `text` is that, or several such objects.
+/// Returns the error of a file that is one JSON object over several lines, if `text` is one such object or several.
 pub(super) fn object_over_lines(text: &str) -> Option<String> {
     let line = text.lines().find(|line| !line.trim().is_empty())?;
     if serde_json::from_str::<Value>(line).is_ok() {
@@ -297,7 +298,7 @@ pub(super) fn object_over_lines(text: &str) -> Option<String> {
     let hint = match objects.next() {
         Some(Ok(_)) => "; if each object is a row: jq -c . FILE > rows.jsonl".into(),
         Some(Err(_)) => return None,
-        None => hint_of_lists(&first).unwrap_or_else(|| "; if it is the only row: jq -c . FILE > rows.jsonl".into()),
+        None => list_hint(&first).unwrap_or_else(|| "; if it is the only row: jq -c . FILE > rows.jsonl".into()),
     };
     Some(format!("expected a JSON object on each line, found an object over several lines{hint}"))
 }
@@ -330,17 +331,17 @@ const SYNONYMS: [(&str, &[&str]); 5] = [
     ("rejected", &["dispreferred", "negative", "rejected_response", "response_rejected", "response_k"]),
 ];
 
-/// Synonyms that are a part of a field, and never all of it.
+/// Synonyms that are only a part of a field, never all of it.
 const PARTS: [&str; 3] = ["system", "system_prompt", "history"];
 
-/// Returns the fields of `row` that are most likely meant by `name`: one with a similar name, else all synonyms that are not empty, as the
-/// field may be made of several.
+/// Returns the fields of `row` that are most likely meant by `name`: a field with a similar name, else all synonyms that are not empty, as
+/// the field may be made of several.
 fn likely_fields<'r>(name: &str, row: &'r Value) -> Vec<&'r str> {
     let fields = || row.as_object().into_iter().flat_map(|row| row.keys()).map(String::as_str);
     if let Some(similar) = fields().find(|field| strsim::jaro_winkler(&field.to_lowercase(), name) > 0.9) {
         return vec![similar];
     }
-    let synonyms = SYNONYMS.iter().find(|(of, _)| *of == name).map_or(&[][..], |(_, synonyms)| *synonyms);
+    let synonyms = SYNONYMS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, synonyms)| *synonyms);
     let all: Vec<&str> = synonyms
         .iter()
         .filter_map(|synonym| fields().find(|field| field.eq_ignore_ascii_case(synonym)))
@@ -354,7 +355,7 @@ fn likely_fields<'r>(name: &str, row: &'r Value) -> Vec<&'r str> {
     let is_part = |field: &&str| PARTS.iter().any(|part| field.eq_ignore_ascii_case(part));
     match (filled.as_slice(), all.iter().find(|field| !is_part(field))) {
         (_, None) => Vec::new(),
-        // Every one of them is empty in this row; others may have it.
+        // All of them are empty in this row; other rows may have them.
         ([], Some(_)) => all.into_iter().filter(|field| !is_part(field)).collect(),
         _ => filled,
     }

@@ -14,8 +14,8 @@ use rlhf_base::schema::{
     no_effect, refuse,
 };
 
-/// Default seed of the shares of a dataset. It is not the run's seed, so that the stages' shares have no row in common whatever
-/// their seeds are.
+/// Default seed of the shares of a dataset. It is not the run's seed, so that the shares of the stages have no row in common, whatever
+/// the seeds of the stages are.
 const SPLIT_SEED: u64 = 42;
 
 /// Default split to evaluate on.
@@ -31,7 +31,7 @@ pub struct ChatTemplateConfig {
 }
 
 impl ChatTemplateConfig {
-    /// Checks that they are an object that names no variable which each rendering sets.
+    /// Checks that the variables are a JSON object, and that it has no variable that each rendering sets.
     pub(crate) fn check(&self) -> Result<()> {
         let Some(variables) = &self.chat_template_kwargs else { return Ok(()) };
         let form = r#": expected JSON of the form {"enable_thinking": false}"#;
@@ -79,7 +79,7 @@ impl SplitConfig {
     /// Finds the files of the dataset `name`, a path or a name on the hub.
     ///
     /// # Errors
-    /// As [`Files::find`].
+    /// The errors of [`Files::find`].
     pub fn find(&self, name: &Path) -> Result<Files> {
         Files::find_by_flag(name, self.dataset_config.as_deref(), &self.dataset_split, name_of!(self.dataset_split))
     }
@@ -87,7 +87,7 @@ impl SplitConfig {
     /// Parses the columns.
     ///
     /// # Errors
-    /// As [`Columns::parse`].
+    /// The errors of [`Columns::parse`].
     pub fn columns(&self) -> Result<Columns> {
         Columns::parse(&self.dataset_columns)
     }
@@ -137,9 +137,10 @@ impl DataConfig {
         names.join(", ")
     }
 
-    /// Checks every setting; `own_eval` is a separate dataset for evaluation.
-    pub(crate) fn check(&self, own_eval: Option<&Path>) -> Result<()> {
-        let (names, weights) = (self.dataset_name.len(), self.dataset_weights.len());
+    /// Checks every setting; `eval_dataset` is a separate dataset for evaluation.
+    pub(crate) fn check(&self, eval_dataset: Option<&Path>) -> Result<()> {
+        let names = self.dataset_name.len();
+        let weights = self.dataset_weights.len();
         let expected = format!("one for each of the datasets, which are {names}");
         let size = self.eval_split_size;
         let sound = |size: f64| size > 0.0 && size.is_finite() && (size < 1.0 || size.fract() == 0.0);
@@ -157,11 +158,11 @@ impl DataConfig {
             size.map_or(Ok(()), |size| {
                 expect(sound(size), name_of!(self.eval_split_size), size, "a share below 1, or a whole number of rows")
             }),
-            match (size, own_eval.map(Path::display)) {
-                (Some(size), Some(own)) => exclude(
+            match (size, eval_dataset.map(Path::display)) {
+                (Some(size), Some(eval_name)) => exclude(
                     name_of!(self.eval_split_size),
                     "eval_dataset_name",
-                    format!(" = {size} and eval_dataset_name = {own} exclude each other: set one of them"),
+                    format!(" = {size} and eval_dataset_name = {eval_name} exclude each other: set one of them"),
                 ),
                 _ => Ok(()),
             },
@@ -237,7 +238,7 @@ pub enum Stage {
     Reward,
     /// PPO.
     Ppo,
-    /// DPO, in place of the reward model and PPO or beside them.
+    /// DPO, instead of the reward model and PPO or in addition to them.
     Dpo,
     /// Distillation from a teacher.
     Distill,
@@ -246,10 +247,10 @@ pub enum Stage {
 impl Stage {
     /// The three stages of RLHF with a reward model.
     pub const ALL: [Self; 3] = [Self::Sft, Self::Reward, Self::Ppo];
-    /// All stages that a pipeline may have; those after the first three are there where its file has their section.
+    /// All stages that a pipeline may have; a stage after the first three is part of it if the pipeline's file has a section for it.
     pub const EVERY: [Self; 5] = [Self::Sft, Self::Reward, Self::Ppo, Self::Dpo, Self::Distill];
 
-    /// Returns the name of its command.
+    /// Returns the name of the stage's command.
     pub fn name(self) -> &'static str {
         Choices::name(self)
     }

@@ -22,21 +22,23 @@ impl<'c> Sources<'c> {
     /// test split), else the test split of every dataset that has one, unless that is the split to train on.
     ///
     /// # Errors
-    /// As [`Files::find`]; if no dataset has the test split that is set, or `eval_split_size` is set and there is a test split.
+    /// The errors of [`Files::find`]; if no dataset has the test split that is set, or `eval_split_size` is set and there is a test split.
     pub fn find(config: &'c DataConfig, eval_dataset: Option<&Path>) -> Result<Self> {
         let folder = config.dataset_config.as_deref();
-        let (train_split, test_split) = (&config.dataset_train_split, &config.dataset_test_split);
+        let train_split = &config.dataset_train_split;
+        let test_split = &config.dataset_test_split;
         let names = &config.dataset_name;
-        let (by_train, by_test) = ("dataset_train_split", "dataset_test_split");
-        let train = |name: &PathBuf| Files::find_by_flag(name, folder, train_split, by_train);
+        let train_flag = "dataset_train_split";
+        let test_flag = "dataset_test_split";
+        let train = |name: &PathBuf| Files::find_by_flag(name, folder, train_split, train_flag);
         let train = names.iter().map(train).collect::<Result<_>>()?;
         if let Some(name) = eval_dataset {
-            let of_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
-            let eval = of_folder.map_or_else(|| Files::find_by_flag(name, None, test_split, by_test), Ok)?;
+            let in_folder = folder.map(|_| Files::find_optional(name, folder, test_split)).transpose()?.flatten();
+            let eval = in_folder.map_or_else(|| Files::find_by_flag(name, None, test_split, test_flag), Ok)?;
             return Ok(Self { config, train, eval: vec![eval] });
         }
         let mut eval = Vec::new();
-        // An evaluation on training rows would be meaningless.
+        // An evaluation on training rows would be meaningless, so the training split is not used for it.
         let splits_differ = train_split != test_split;
         for name in names.iter().filter(|_| splits_differ) {
             eval.extend(Files::find_optional(name, folder, test_split)?);
@@ -54,7 +56,7 @@ impl<'c> Sources<'c> {
             }
             // A split that was set must exist. A file has no splits, and `test` is only the default.
             (None, Some(name)) if eval.is_empty() && splits_differ && test_split != TEST => {
-                Files::find_by_flag(name, folder, test_split, by_test)?;
+                Files::find_by_flag(name, folder, test_split, test_flag)?;
             }
             _ => {}
         }
@@ -68,7 +70,8 @@ impl<'c> Sources<'c> {
 
     /// Returns the split of the datasets that is most likely one to evaluate on, for messages.
     pub(crate) fn likely_eval_split(&self) -> Option<String> {
-        let (folder, train_split) = (self.config.dataset_config.as_deref(), &self.config.dataset_train_split);
+        let folder = self.config.dataset_config.as_deref();
+        let train_split = &self.config.dataset_train_split;
         self.config.dataset_name.iter().find_map(|name| Files::likely_eval_split(name, folder, train_split))
     }
 
@@ -82,7 +85,8 @@ impl<'c> Sources<'c> {
         let read = |files: &Vec<Files>| -> Result<Vec<_>> {
             files.iter().map(|files| Dataset::from_files(files)?.with_columns(&columns)).collect()
         };
-        let (mut train, eval) = (read(&self.train)?, read(&self.eval)?);
+        let mut train = read(&self.train)?;
+        let eval = read(&self.eval)?;
         if let Some(split) = self.config.data_split {
             train.iter_mut().try_for_each(|dataset| keep_share(dataset, split, self.config.data_split_seed, stage))?;
         }
@@ -118,13 +122,17 @@ fn keep_share(dataset: &mut Dataset, split: DataSplit, seed: u64, stage: Stage) 
 fn hold_out(train: &mut [Dataset], size: f64, seed: u64) -> Result<Dataset> {
     let all: usize = train.iter().map(|dataset| dataset.rows.len()).sum();
     let count = if size < 1.0 { (size * all as f64).ceil() as usize } else { size as usize };
-    let mut held = vec![false; all];
-    Stream::new(seed, Purpose::HeldOut, 0, 0).permutation(all).into_iter().take(count).for_each(|row| held[row] = true);
-    let mut held = held.into_iter();
+    let mut is_held_out = vec![false; all];
+    Stream::new(seed, Purpose::HeldOut, 0, 0)
+        .permutation(all)
+        .into_iter()
+        .take(count)
+        .for_each(|row| is_held_out[row] = true);
+    let mut is_held_out = is_held_out.into_iter();
     let mut taken: Vec<Row> = Vec::new();
     for dataset in &mut *train {
         let rows = std::mem::take(&mut dataset.rows);
-        let (out, left): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|_| held.next() == Some(true));
+        let (out, left): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|_| is_held_out.next() == Some(true));
         dataset.rows = left;
         taken.extend(out);
         if dataset.rows.is_empty() {
@@ -164,7 +172,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (a, b) = (numbered(dir.path(), "a.jsonl", 0..70), numbered(dir.path(), "b.jsonl", 70..100));
         let mut data = config(&[&a, &b]);
-        let held = |data: &DataConfig, seed| {
+        let eval_numbers = |data: &DataConfig, seed| {
             let (train, eval) = Sources::find(data, None).unwrap().read(seed, Stage::Sft).unwrap();
             let (train, eval) = (numbers(&train), numbers(&[eval.unwrap()]));
             let mut all = [&train[..], &eval[..]].concat();
@@ -175,11 +183,11 @@ mod tests {
         };
         for (size, count) in [(0.1, 10), (0.001, 1), (1.0, 1), (25.0, 25)] {
             data.eval_split_size = Some(size);
-            let eval = held(&data, 1);
+            let eval = eval_numbers(&data, 1);
             assert_eq!(eval.len(), count, "{size}");
-            assert_eq!(eval, held(&data, 1));
+            assert_eq!(eval, eval_numbers(&data, 1));
         }
-        assert_ne!(held(&data, 1), held(&data, 2));
+        assert_ne!(eval_numbers(&data, 1), eval_numbers(&data, 2));
         data.eval_split_size = Some(100.0);
         let error = Sources::find(&data, None).unwrap().read(1, Stage::Sft).unwrap_err().to_string();
         assert!(error.contains("eval_split_size = 100 leaves no row of") && error.contains("a.jsonl"), "{error}");
@@ -197,13 +205,13 @@ mod tests {
         let (both, plain) = (dir.path().join("both"), dir.path().join("plain"));
         let mut data = config(&[&both]);
         data.dataset_config = Some("main".into());
-        let found = |eval: &Path| {
+        let numbers_in = |eval: &Path| {
             let (train, eval) = Sources::find(&data, Some(eval)).unwrap().read(1, Stage::Sft).unwrap();
             (numbers(&train), numbers(&[eval.unwrap()]))
         };
-        assert_eq!(found(&both), (vec![0], vec![1]));
-        assert_eq!(found(&plain), (vec![0], vec![3]));
-        assert_eq!(found(&plain.join("test.jsonl")), (vec![0], vec![3]));
+        assert_eq!(numbers_in(&both), (vec![0], vec![1]));
+        assert_eq!(numbers_in(&plain), (vec![0], vec![3]));
+        assert_eq!(numbers_in(&plain.join("test.jsonl")), (vec![0], vec![3]));
     }
 
     #[test]
@@ -283,13 +291,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = numbered(dir.path(), "file.jsonl", 0..4);
         let mut data = config(&[&file]);
-        (data.dataset_columns, data.eval_split_size) = (vec!["prompt=n".into()], Some(1.0));
+        data.dataset_columns = vec!["prompt=n".into()];
+        data.eval_split_size = Some(1.0);
         let prompts = |dataset: &Dataset| dataset.rows().all(|row| row["prompt"] == row["n"]);
-        for own in [None, Some(file.as_path())] {
-            data.eval_split_size = own.is_none().then_some(1.0);
-            let (train, eval) = Sources::find(&data, own).unwrap().read(1, Stage::Ppo).unwrap();
+        for eval_file in [None, Some(file.as_path())] {
+            data.eval_split_size = eval_file.is_none().then_some(1.0);
+            let (train, eval) = Sources::find(&data, eval_file).unwrap().read(1, Stage::Ppo).unwrap();
             assert!(train.iter().chain(&eval).all(prompts));
-            assert_eq!(eval.map(|eval| eval.rows.len()), Some(if own.is_none() { 1 } else { 4 }));
+            assert_eq!(eval.map(|eval| eval.rows.len()), Some(if eval_file.is_none() { 1 } else { 4 }));
         }
         data.dataset_columns = vec!["prompt=question".into()];
         let error = Sources::find(&data, None).unwrap().read(1, Stage::Ppo).unwrap_err().to_string();

@@ -2,7 +2,7 @@
 
 use super::chat::{cut_after_eos, encode_chat};
 use super::dataset::Dataset;
-use super::pairs::{Pair, is_pair, pair_of};
+use super::pairs::{Pair, is_pair, read_pair};
 use super::responses::{append_eos, is_sample_without_eos, prompt_and_completion, response_field};
 use super::row::{check_length, expected, field, messages_field, token_ids};
 use rlhf_base::{Error, Result};
@@ -17,14 +17,14 @@ impl Dataset {
     /// # Errors
     /// If a row has none of these forms, is empty or has more than `max_length` tokens, or an id is not below `vocab`.
     pub fn texts(&self, tokenizer: &Tokenizer, vocab: i64, max_length: usize) -> Result<Vec<Vec<i64>>> {
-        self.map(|row| check_text(text_of(row, tokenizer, vocab)?, max_length))
+        self.map(|row| check_text(read_text(row, tokenizer, vocab)?, max_length))
     }
 
     /// Returns the texts of every row that a reward model scores: one text as in [`Dataset::texts`], or the two texts of a
     /// preference pair as in [`Dataset::pairs`], the chosen one first.
     ///
     /// # Errors
-    /// As [`Dataset::texts`] and [`Dataset::pairs`].
+    /// The errors of [`Dataset::texts`] and [`Dataset::pairs`].
     pub fn scored_texts(
         &self,
         tokenizer: &Tokenizer,
@@ -34,10 +34,10 @@ impl Dataset {
     ) -> Result<Vec<Vec<Vec<i64>>>> {
         self.map(|row| {
             let texts = if is_pair(row) {
-                let Pair { chosen, rejected, .. } = pair_of(row, tokenizer, append_eos)?;
+                let Pair { chosen, rejected, .. } = read_pair(row, tokenizer, append_eos)?;
                 vec![chosen, rejected]
             } else {
-                vec![text_of(row, tokenizer, vocab)?]
+                vec![read_text(row, tokenizer, vocab)?]
             };
             texts.into_iter().map(|text| check_text(text, max_length)).collect()
         })
@@ -45,7 +45,7 @@ impl Dataset {
 }
 
 /// Returns the token ids of the text of a row; see [`Dataset::texts`].
-fn text_of(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Vec<i64>> {
+fn read_text(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Result<Vec<i64>> {
     let name = response_field(row);
     if field(row, name).is_some() || field(row, "completion_ids").is_some() {
         let (mut tokens, prompt_len) = prompt_and_completion(row, tokenizer, vocab, true)?;

@@ -4,7 +4,7 @@ use super::dataset::Dataset;
 use super::row::{Row, field, messages_field};
 use serde_json::Value;
 
-/// Fields with what is no text, as TRL, LLaMA-Factory and ms-swift call them.
+/// Fields with data that is no text, as TRL, LLaMA-Factory and ms-swift call them.
 const MEDIA: [&str; 6] = ["image", "images", "video", "videos", "audio", "audios"];
 
 /// Types of the parts of a message that are no text.
@@ -21,7 +21,7 @@ impl Dataset {
         })
     }
 
-    /// Returns messages with the number of rows that have marks of what is not to be learned, which demonstrations ignore.
+    /// Returns messages with the number of rows that mark parts as not to be learned, which demonstrations ignore.
     pub(crate) fn notes_on_marks(&self) -> Vec<String> {
         let marked = self.note(has_marked_message, |count| {
             format!(
@@ -35,11 +35,12 @@ impl Dataset {
         marked.into_iter().chain(rejected).collect()
     }
 
-    /// Returns a message on the rows that `has` finds, if there are any; `words` are given their number and the place of the first.
+    /// Returns a message on the rows for which `has` is true, if there are any; `words` makes it from their number and the place of the first.
     fn note(&self, has: impl Fn(&Value) -> bool, words: impl Fn(&str) -> String) -> Option<String> {
-        let mut found = self.rows.iter().filter(|row| has(&row.value));
-        let Row { file, place, .. } = found.next()?;
-        let (count, all) = (1 + found.count(), self.rows.len());
+        let mut matching = self.rows.iter().filter(|row| has(&row.value));
+        let Row { file, place, .. } = matching.next()?;
+        let count = 1 + matching.count();
+        let all = self.rows.len();
         Some(format!("{}: {}", file.display(), words(&format!("{count} of {all} rows (first in {place})"))))
     }
 }
@@ -55,7 +56,7 @@ fn has_media(row: &Value) -> bool {
 }
 
 fn has_media_part(message: &Value) -> bool {
-    let is_media = |part: &Value| part["type"].as_str().is_some_and(|of| MEDIA_PARTS.contains(&of));
+    let is_media = |part: &Value| part["type"].as_str().is_some_and(|kind| MEDIA_PARTS.contains(&kind));
     message["content"].as_array().is_some_and(|parts| parts.iter().any(is_media))
 }
 
@@ -71,7 +72,7 @@ fn is_rejected(row: &Value) -> bool {
 
 /// Returns the messages of a row's conversation, prompt and completion.
 fn messages(row: &Value) -> impl Iterator<Item = &Value> {
-    let conversation = messages_field(row).map(|(_, found)| found);
+    let conversation = messages_field(row).map(|(_, value)| value);
     let parts = ["prompt", "completion"].into_iter().filter_map(|name| field(row, name));
     conversation.into_iter().chain(parts).filter_map(Value::as_array).flatten()
 }
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn of(rows: &[Value]) -> Dataset {
+    fn dataset(rows: &[Value]) -> Dataset {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.jsonl");
         std::fs::write(&path, rows.iter().map(|row| format!("{row}\n")).collect::<String>()).unwrap();
@@ -101,27 +102,27 @@ mod tests {
             json!({"prompt": "a", "image": "a.png"}),
             json!({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}),
         ] {
-            let note = of(&[plain.clone(), row]).note_on_media().unwrap();
+            let note = dataset(&[plain.clone(), row]).note_on_media().unwrap();
             assert!(
                 note.ends_with("rows.jsonl: images, videos and audio of 1 of 2 rows (first in line 2) are not read: models read text alone"),
                 "{note}"
             );
         }
         for row in [said(json!({"train": false})), said(json!({"weight": 0}))] {
-            let notes = of(&[row.clone(), plain.clone(), row]).notes_on_marks();
+            let notes = dataset(&[row.clone(), plain.clone(), row]).notes_on_marks();
             assert!(
                 notes.len() == 1 && notes[0].contains("in the messages of 2 of 3 rows (first in line 1) is not read"),
                 "{notes:?}"
             );
         }
         for label in ["label", "kto_tag"] {
-            let notes = of(&[json!({"prompt": "a", "completion": "b", label: false})]).notes_on_marks();
+            let notes = dataset(&[json!({"prompt": "a", "completion": "b", label: false})]).notes_on_marks();
             assert!(
                 notes.len() == 1 && notes[0].contains("the completions of 1 of 1 rows (first in line 1) have"),
                 "{notes:?}"
             );
         }
-        let all = of(&[plain, said(json!({"train": true, "weight": 1}))]);
+        let all = dataset(&[plain, said(json!({"train": true, "weight": 1}))]);
         assert_eq!((all.note_on_media(), all.notes_on_marks()), (None, Vec::new()));
     }
 }

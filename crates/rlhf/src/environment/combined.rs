@@ -1,4 +1,4 @@
-//! Environments by name, of which the column `environment` of a row chooses one, with tools that all of them have.
+//! Several environments by name, and tools that all of them share. The column `environment` of a row chooses its environment.
 
 use super::{Called, Environment, Finished, Opened, Session, ToolCall};
 use rlhf_base::safe_text::{beginning, one_line};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// The column that chooses the environment of a row.
 const COLUMN: &str = "environment";
 
-/// Several environments, of which each row chooses one by its column `environment`; and tools beside them.
+/// Several environments, of which each row chooses one by its column `environment`, and tools that all rows have.
 pub struct Combined {
     /// Tools that every row has, before those of its environment.
     pub tools: Option<Arc<dyn Environment>>,
@@ -22,14 +22,14 @@ impl Combined {
         self.tools.iter().chain(self.environments.iter().map(|(_, environment)| environment))
     }
 
-    /// Returns the environment of a row. Removes the column that chose it, which is no part of the task.
-    fn of(&self, columns: &mut Map<String, Value>) -> Result<Option<&dyn Environment>> {
+    /// Returns the environment of a row. Removes the column that chose it, since that is not part of the task.
+    fn choose(&self, columns: &mut Map<String, Value>) -> Result<Option<&dyn Environment>> {
         if self.environments.iter().all(|(name, _)| name.is_none()) {
             return Ok(self.environments.first().map(|(_, environment)| &**environment));
         }
         let chosen = columns.shift_remove(COLUMN).unwrap_or(Value::Null);
-        let found = self.environments.iter().find(|(name, _)| name.as_deref() == chosen.as_str());
-        match found.filter(|_| chosen.is_string()) {
+        let entry = self.environments.iter().find(|(name, _)| name.as_deref() == chosen.as_str());
+        match entry.filter(|_| chosen.is_string()) {
             Some((_, environment)) => Ok(Some(&**environment)),
             None => {
                 let known: Vec<_> =
@@ -48,7 +48,7 @@ impl Combined {
 impl Environment for Combined {
     fn open(&self, row: &Map<String, Value>, seed: u64) -> Result<Option<Box<dyn Session>>> {
         let mut columns = row.clone();
-        let own = match self.of(&mut columns)? {
+        let main = match self.choose(&mut columns)? {
             Some(environment) => match environment.open(&columns, seed)? {
                 Some(session) => Some(session),
                 None => return Ok(None),
@@ -64,10 +64,11 @@ impl Environment for Combined {
         };
         let tools =
             |session: &Option<Box<dyn Session>>| session.as_ref().map_or_else(Vec::new, |s| s.opened().tools.clone());
-        let names = tools(&own).iter().filter_map(|tool| tool["function"]["name"].as_str().map(String::from)).collect();
-        let mut opened = own.as_ref().map_or_else(Opened::default, |session| session.opened().clone());
-        opened.tools = [tools(&shared), tools(&own)].concat();
-        Ok(Some(Box::new(CombinedSession { shared, own, names, opened })))
+        let names =
+            tools(&main).iter().filter_map(|tool| tool["function"]["name"].as_str().map(String::from)).collect();
+        let mut opened = main.as_ref().map_or_else(Opened::default, |session| session.opened().clone());
+        opened.tools = [tools(&shared), tools(&main)].concat();
+        Ok(Some(Box::new(CombinedSession { shared, main, names, opened })))
     }
 
     fn start(&self) -> Result<()> {
@@ -87,22 +88,22 @@ impl Environment for Combined {
     }
 }
 
-/// Returns the items in order, each once.
+/// Returns the items in order, without repetitions.
 fn distinct<T: PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
-    let mut found = Vec::new();
+    let mut unique = Vec::new();
     for item in items {
-        if !found.contains(&item) {
-            found.push(item);
+        if !unique.contains(&item) {
+            unique.push(item);
         }
     }
-    found
+    unique
 }
 
 struct CombinedSession {
     /// The session of the tools.
     shared: Option<Box<dyn Session>>,
     /// The session of the row's environment.
-    own: Option<Box<dyn Session>>,
+    main: Option<Box<dyn Session>>,
     /// Names of the tools of the row's environment.
     names: Vec<String>,
     opened: Opened,
@@ -113,14 +114,15 @@ impl Session for CombinedSession {
         &self.opened
     }
 
-    /// Calls both sessions, with consecutive calls of one of them together. A name that both have is the environment's.
+    /// Calls both sessions; consecutive calls of one session go together. If both have a tool of this name, the environment's is called.
     fn call(&mut self, calls: &[ToolCall]) -> Result<Called> {
         let mut all = Called::default();
-        let is_own = |call: &ToolCall| self.names.contains(&call.name);
-        for part in calls.chunk_by(|a, b| is_own(a) == is_own(b)) {
-            let (own, shared) = (&mut self.own, &mut self.shared);
-            let is_own = part.first().is_some_and(is_own);
-            let session = if is_own { own.as_mut().or(shared.as_mut()) } else { shared.as_mut().or(own.as_mut()) };
+        let is_main = |call: &ToolCall| self.names.contains(&call.name);
+        for part in calls.chunk_by(|a, b| is_main(a) == is_main(b)) {
+            let main = &mut self.main;
+            let shared = &mut self.shared;
+            let is_main = part.first().is_some_and(is_main);
+            let session = if is_main { main.as_mut().or(shared.as_mut()) } else { shared.as_mut().or(main.as_mut()) };
             let Some(session) = session else {
                 return Err(Error::Run("tools were called, and there are neither tools nor environments".into()));
             };
@@ -141,6 +143,6 @@ impl Session for CombinedSession {
         if let Some(shared) = self.shared {
             shared.finish()?;
         }
-        self.own.map_or_else(|| Ok(Finished::default()), |session| session.finish())
+        self.main.map_or_else(|| Ok(Finished::default()), |session| session.finish())
     }
 }

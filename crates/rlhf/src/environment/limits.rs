@@ -1,4 +1,4 @@
-//! Limits of what tools and environments may use: time, output, memory, processes, and the variables of their environment.
+//! Limits of what tools and environments may use: time, output, memory, processes and environment variables.
 
 use rlhf_base::dist::launch::VARIABLES;
 use rlhf_base::{Error, Result};
@@ -25,11 +25,11 @@ pub struct Limits {
     pub output: usize,
     /// Address space of each process in bytes.
     pub memory: Option<u64>,
-    /// Number of processes and threads of the user, those of other programs included, above which none is started.
+    /// Number of processes and threads of the user, including those of other programs, above which no further one is started.
     pub processes: Option<u64>,
-    /// Variables of the environment that are kept although they look like secrets.
+    /// Environment variables that are kept although they look like secrets.
     pub kept: Vec<String>,
-    /// Working directory of programs; that of this process if there is none.
+    /// Working directory of programs; `None` for that of this process.
     pub folder: Option<PathBuf>,
 }
 
@@ -49,7 +49,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Removes the variables of ranks and all secrets from the environment of a program, and sets its folder.
+    /// Removes the variables of ranks and all secrets from a program's environment, and sets its working directory.
     pub(super) fn prepare(&self, command: &mut Command) {
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
@@ -65,7 +65,7 @@ impl Limits {
         }
     }
 
-    /// Sets the limits of memory and processes of a program that has just been started.
+    /// Sets the memory and process limits of a program that has just been started.
     ///
     /// # Errors
     /// If the system refuses them.
@@ -82,7 +82,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Returns the part of a result of `bytes` bytes that the policy sees, with a mark where the rest was. `text` is its beginning.
+    /// Returns what the policy sees of a result of `bytes` bytes, with a note about what was cut. `text` is the beginning of the result.
     pub(super) fn cut(&self, mut text: String, bytes: usize) -> String {
         if text.len() <= self.output && bytes <= text.len() {
             return text;

@@ -22,17 +22,17 @@ struct Written {
 }
 
 impl Log {
-    /// Returns the log at `path`, which is made with the first line; lines are appended if it exists.
+    /// Returns a log that writes to the file `path`. The first line creates the file; lines are appended if it exists.
     pub fn at(path: &Path) -> Self {
         Self(Some(Arc::new(Mutex::new(Written { path: Some(path.to_path_buf()), bytes: 0 }))))
     }
 
-    /// Returns the log that is standard error, with control characters escaped.
+    /// Returns a log that writes to standard error, with control characters escaped.
     pub fn standard_error() -> Self {
         Self(Some(Arc::new(Mutex::new(Written { path: None, bytes: 0 }))))
     }
 
-    /// Writes a line. A log that cannot be written to, such as on a full disk or in a folder that is not there, ends no run.
+    /// Writes a line. Failures are ignored, such as a full disk or a missing folder: they should not end a run.
     pub(crate) fn write(&self, line: &[u8]) {
         let Some(log) = &self.0 else { return };
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +52,7 @@ impl Log {
             let _ = io::stderr().write_all(&bytes);
             return;
         };
-        // Opened anew: the folder of a run may have been emptied since.
+        // Opened for each line, because the run's folder may have been emptied since the last one.
         if let Ok(mut file) = OpenOptions::new().create(true).append(true).open(path) {
             let _ = file.write_all(&bytes);
         }

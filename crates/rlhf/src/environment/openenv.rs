@@ -1,6 +1,6 @@
-//! Environments of OpenEnv 0.10 by its WebSocket: a connection is a session.
+//! Environments of OpenEnv 0.10 through its WebSocket. Each connection is a session.
 //!
-//! Source of the messages: `openenv/core/env_server/types.py`, `mcp_types.py` and `http_server.py` of the package `openenv`.
+//! The messages follow `openenv/core/env_server/types.py`, `mcp_types.py` and `http_server.py` of the package `openenv`.
 
 use super::socket::Socket;
 use super::{Called, Environment, Finished, Limits, Opened, Session, ToolCall, ToolResult};
@@ -19,28 +19,28 @@ use ureq::tls::{RootCerts, TlsConfig};
 const TOKEN: &str = "RLHF_OPENENV_TOKEN";
 /// Path of the WebSocket.
 const WEBSOCKET: &str = "/ws";
-/// Interval at which connections without a request reply to pings. Servers wait 20 s for a reply, and those of some tests half a second.
+/// Interval at which idle connections reply to pings. Servers wait 20 s for a reply; servers in some tests wait half a second.
 const KEEP: Duration = Duration::from_millis(250);
 /// Maximum size of the schema of an environment in bytes.
 const MAX_SCHEMA: u64 = 1 << 20;
-/// Name of the tool of an environment whose actions are not calls of tools.
+/// Name of the tool of an environment whose actions are not tool calls.
 const STEP: &str = "step";
-/// Seeds are below this: NumPy takes 32 bits.
+/// Seeds are below this number: NumPy takes 32 bits.
 const SEEDS: u64 = 1 << 31;
 
-/// The connections of sessions that may have no request.
-type Kept = Mutex<Vec<Weak<Mutex<Socket>>>>;
+/// The connections of open sessions, which reply to pings while they are idle.
+type OpenSockets = Mutex<Vec<Weak<Mutex<Socket>>>>;
 
 /// An OpenEnv server.
 ///
-/// The observation of `reset` joins the prompt: its only text, or all of it as JSON. Tools of MCP are called by `step`, with reward and `done`; an
-/// environment without them has one tool, `step`, whose arguments are the fields of its action. The reward of a session is the sum of those of its
-/// steps. The token of `RLHF_OPENENV_TOKEN` is sent to the address, if there is one.
+/// The observation of `reset` joins the prompt: its only text, or all of it as JSON. MCP tools are called by `step`, with reward and `done`. An
+/// environment without MCP tools has one tool, `step`, whose arguments are the fields of its action. The reward of a session is the sum of the
+/// rewards of its steps. The token of `RLHF_OPENENV_TOKEN` is sent to the address, if the variable is set.
 pub struct OpenEnv {
     server: Arc<Server>,
-    /// The schema of the tool [`STEP`], once it was needed.
+    /// The schema of the tool [`STEP`], once it has been read.
     step: Mutex<Option<Value>>,
-    kept: Mutex<Option<Arc<Kept>>>,
+    sockets: Mutex<Option<Arc<OpenSockets>>>,
 }
 
 struct Server {
@@ -54,7 +54,7 @@ impl OpenEnv {
     /// Creates the environment of the server at an address `ws://HOST:PORT` or `wss://HOST`, without connecting.
     ///
     /// # Errors
-    /// If the address is none, or has a password.
+    /// If it is not such an address, or has a password.
     pub fn new(url: &str, limits: Limits) -> Result<Self> {
         let wrong = |what: &str| {
             Err(Error::refused("environment_factory", format!(" = openenv:{}: {what}", without_query(url))))
@@ -72,10 +72,10 @@ impl OpenEnv {
         let query = query.map_or(String::new(), |query| format!("?{query}"));
         let token = std::env::var(TOKEN).ok().filter(|token| !token.is_empty());
         let server = Server { url: format!("{address}{path}{query}"), token, limits };
-        Ok(Self { server: Arc::new(server), step: Mutex::default(), kept: Mutex::default() })
+        Ok(Self { server: Arc::new(server), step: Mutex::default(), sockets: Mutex::default() })
     }
 
-    /// Returns the tool of an environment whose actions are not calls of tools: of the schema of its action.
+    /// Returns the tool of an environment whose actions are not tool calls, from the schema of its action.
     fn step_tool(&self) -> Result<Value> {
         let mut known = lock(&self.step);
         if let Some(tool) = &*known {
@@ -90,9 +90,9 @@ impl OpenEnv {
         let title = parameters.shift_remove("title");
         let text =
             parameters.shift_remove("description").or(title).unwrap_or_else(|| "Acts in the environment.".into());
-        // The fields of every action: they are the program's.
-        for own in ["additionalProperties", "$schema"] {
-            parameters.shift_remove(own);
+        // Every action has these fields; the program sets them, not the policy.
+        for field in ["additionalProperties", "$schema"] {
+            parameters.shift_remove(field);
         }
         if let Some(Value::Object(fields)) = parameters.get_mut("properties") {
             fields.shift_remove("metadata");
@@ -101,17 +101,17 @@ impl OpenEnv {
         Ok(known.insert(json!({"type": "function", "function": function})).clone())
     }
 
-    /// Has the connection reply to pings while nothing is asked of it.
+    /// Makes the connection reply to pings while it is idle.
     fn keep(&self, socket: &Arc<Mutex<Socket>>) -> Result<()> {
-        let mut kept = lock(&self.kept);
-        let sockets = match &*kept {
+        let mut open_sockets = lock(&self.sockets);
+        let sockets = match &*open_sockets {
             Some(sockets) => sockets.clone(),
             None => {
-                let sockets = Arc::new(Kept::default());
+                let sockets = Arc::new(OpenSockets::default());
                 let weak = Arc::downgrade(&sockets);
                 let started = thread::Builder::new().name("openenv".into()).spawn(move || keep_all(&weak));
                 started.map_err(Error::io("start", "a thread for connections"))?;
-                kept.insert(sockets).clone()
+                open_sockets.insert(sockets).clone()
             }
         };
         lock(&sockets).push(Arc::downgrade(socket));
@@ -120,13 +120,13 @@ impl OpenEnv {
 }
 
 /// Replies to pings until the environment is dropped.
-fn keep_all(kept: &Weak<Kept>) {
-    while let Some(sockets) = kept.upgrade() {
+fn keep_all(open_sockets: &Weak<OpenSockets>) {
+    while let Some(sockets) = open_sockets.upgrade() {
         lock(&sockets).retain(|socket| socket.strong_count() > 0);
         let all: Vec<_> = lock(&sockets).iter().filter_map(Weak::upgrade).collect();
         for socket in all {
             if let Ok(mut socket) = socket.try_lock() {
-                // The next request of the session reports a closed connection.
+                // If the connection is closed, the next request of the session reports it.
                 let _ = socket.keep();
             }
         }
@@ -137,7 +137,8 @@ fn keep_all(kept: &Weak<Kept>) {
 
 impl Environment for OpenEnv {
     fn open(&self, row: &Map<String, Value>, seed: u64) -> Result<Option<Box<dyn Session>>> {
-        let (server, reset) = (&self.server, self.server.limits.reset);
+        let server = &self.server;
+        let reset = server.limits.reset;
         let mut socket = Socket::connect(&server.url, server.token.as_deref(), reset).map_err(|e| server.error(&e))?;
         let mut data = row.clone();
         data.entry("seed").or_insert_with(|| (seed % SEEDS).into());
@@ -151,17 +152,17 @@ impl Environment for OpenEnv {
         let observation = observation(&reply).map_err(|e| server.error(&e))?;
         let request = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}});
         let listed = socket.ask(&json!({"type": "mcp", "data": request}), reset).map_err(|e| server.error(&e))?;
-        let found = listed["data"]["result"]["tools"].as_array().filter(|tools| !tools.is_empty());
-        let (tools, is_mcp) = match found {
-            Some(found) => (found.iter().map(tool).collect::<Result<_, _>>().map_err(|e| server.error(&e))?, true),
+        let listed_tools = listed["data"]["result"]["tools"].as_array().filter(|tools| !tools.is_empty());
+        let (tools, is_mcp) = match listed_tools {
+            Some(tools) => (tools.iter().map(tool).collect::<Result<_, _>>().map_err(|e| server.error(&e))?, true),
             None => (vec![self.step_tool()?], false),
         };
-        let prompt = Some(text_of(&observation["observation"])).filter(|text| !text.is_empty());
+        let prompt = Some(observation_text(&observation["observation"])).filter(|text| !text.is_empty());
         let opened = Opened { prompt, tools, reward_name: Some("openenv".into()) };
         let socket = Arc::new(Mutex::new(socket));
         self.keep(&socket)?;
         let is_over = observation["done"] == true;
-        let reward = reward_of(observation);
+        let reward = step_reward(observation);
         Ok(Some(Box::new(OpenEnvSession { server: server.clone(), socket, opened, is_mcp, is_over, reward })))
     }
 
@@ -211,15 +212,15 @@ struct OpenEnvSession {
     server: Arc<Server>,
     socket: Arc<Mutex<Socket>>,
     opened: Opened,
-    /// Whether its tools are those of MCP.
+    /// Whether its tools are MCP tools.
     is_mcp: bool,
     is_over: bool,
-    /// Sum of the rewards so far, if there was one.
+    /// Sum of the rewards so far; `None` if there was none.
     reward: Option<f64>,
 }
 
 impl OpenEnvSession {
-    /// Makes a call: returns its result, and its observation with reward and `done` unless the call failed before a step.
+    /// Makes a call. Returns its result, and the observation with reward and `done`, or null if the call failed before the step was made.
     fn step(&self, call: &ToolCall) -> Result<(ToolResult, Value), String> {
         let limits = &self.server.limits;
         let result = |content: String, failed| {
@@ -236,14 +237,15 @@ impl OpenEnvSession {
         };
         let reply = lock(&self.socket).ask(&json!({"type": "step", "data": action}), limits.call)?;
         match failure(&reply) {
-            // The action is wrong, which ends no session.
+            // The action is wrong, which does not end the session.
             Some((code, message)) if code == "EXECUTION_ERROR" || code == "VALIDATION_ERROR" => Ok(failed(&message)),
             Some((code, message)) => Err(format!("{code}: {message}")),
             None => {
-                let found = observation(&reply)?;
-                let seen = &found["observation"];
-                let (content, is_failed) = if self.is_mcp { content_of(seen) } else { (text_of(seen), false) };
-                Ok((result(content, is_failed), found.clone()))
+                let step = observation(&reply)?;
+                let seen = &step["observation"];
+                let (content, is_failed) =
+                    if self.is_mcp { call_result(seen) } else { (observation_text(seen), false) };
+                Ok((result(content, is_failed), step.clone()))
             }
         }
     }
@@ -263,7 +265,7 @@ impl Session for OpenEnvSession {
             }
             let (result, observation) = self.step(call).map_err(|e| self.server.error(&format!("{what}: {e}")))?;
             called.results.push(result);
-            if let Some(reward) = reward_of(&observation) {
+            if let Some(reward) = step_reward(&observation) {
                 called.reward = Some(called.reward.unwrap_or(0.0) + reward);
             }
             self.is_over = observation["done"] == true;
@@ -289,14 +291,14 @@ impl Drop for OpenEnvSession {
     }
 }
 
-/// Returns code and message of an error.
+/// Returns the code and the message of an error reply; `None` for other replies.
 fn failure(reply: &Value) -> Option<(String, String)> {
     let data = (reply["type"] == "error").then(|| &reply["data"])?;
     let text = |name: &str| data[name].as_str().map(|text| beginning(&one_line(text), 400).into_owned());
     Some((text("code").unwrap_or_else(|| "error".into()), text("message").unwrap_or_else(|| data.to_string())))
 }
 
-/// Checks an observation, and returns it with its reward and `done`.
+/// Checks an observation reply, and returns its data: the observation, the reward and `done`.
 fn observation(reply: &Value) -> Result<&Value, String> {
     let data = &reply["data"];
     let shown = || beginning(&one_line(&reply.to_string()), 80).into_owned();
@@ -313,34 +315,34 @@ fn observation(reply: &Value) -> Result<&Value, String> {
     }
 }
 
-/// Returns the reward of an observation; a boolean is 0 or 1.
-fn reward_of(data: &Value) -> Option<f64> {
+/// Returns the reward of a step; a boolean counts as 0 or 1.
+fn step_reward(data: &Value) -> Option<f64> {
     let reward = &data["reward"];
     reward.as_f64().or(reward.as_bool().map(|won| f64::from(u8::from(won))))
 }
 
-/// Returns a tool of MCP as the schema of a function.
-fn tool(found: &Value) -> Result<Value, String> {
-    let Some(name) = found["name"].as_str() else {
+/// Returns the function schema of an MCP tool.
+fn tool(listed: &Value) -> Result<Value, String> {
+    let Some(name) = listed["name"].as_str() else {
         return Err(format!(
             "expected the \"name\" of each tool, found {}",
-            beginning(&one_line(&found.to_string()), 80)
+            beginning(&one_line(&listed.to_string()), 80)
         ));
     };
     let parameters =
-        ["inputSchema", "input_schema"].iter().find_map(|key| found.get(*key).filter(|schema| schema.is_object()));
+        ["inputSchema", "input_schema"].iter().find_map(|key| listed.get(*key).filter(|schema| schema.is_object()));
     let parameters = parameters.cloned().unwrap_or_else(|| json!({"type": "object", "properties": {}}));
-    let text = found["description"].as_str().unwrap_or_default();
+    let text = listed["description"].as_str().unwrap_or_default();
     Ok(json!({"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}))
 }
 
-/// Returns an observation as the policy sees it: its only text, or all of it as JSON; empty if it has nothing.
-fn text_of(observation: &Value) -> String {
+/// Returns an observation as the policy sees it: its only text, or all of it as JSON; empty if it has no fields.
+fn observation_text(observation: &Value) -> String {
     let Some(fields) = observation.as_object() else { return observation.to_string() };
-    let is_own = |name: &str| matches!(name, "metadata" | "reward" | "done");
+    let is_general = |name: &str| matches!(name, "metadata" | "reward" | "done");
     let fields: Map<String, Value> = fields
         .iter()
-        .filter(|(name, value)| !is_own(name) && !value.is_null())
+        .filter(|(name, value)| !is_general(name) && !value.is_null())
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
     let mut values = fields.values();
@@ -351,8 +353,8 @@ fn text_of(observation: &Value) -> String {
     }
 }
 
-/// Returns the text of the observation of a call of MCP, and whether the call failed.
-fn content_of(observation: &Value) -> (String, bool) {
+/// Returns the text of an MCP call's observation, and whether the call failed.
+fn call_result(observation: &Value) -> (String, bool) {
     if let Some(message) = observation["error"]["message"].as_str() {
         return (json!({"error": message}).to_string(), true);
     }

@@ -1,4 +1,4 @@
-//! The sessions of a batch: they are opened and called on a bounded number of threads, and what is finished is polled.
+//! The sessions of a batch. They are opened and called on a bounded number of threads; the caller polls for finished steps.
 
 use super::{Called, Environment, Finished, Opened, Session, ToolCall};
 use rlhf_base::{Error, Result};
@@ -10,17 +10,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Maximum number of threads; each waits for a session.
+/// Maximum number of threads; each works on one session at a time.
 const MOST_THREADS: usize = 128;
 /// Interval at which an environment without a free session is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// Time after which an environment that has no free session, although none of these is open, is an error.
+/// An environment that has no free session for this long, although none of these sessions is open, is an error.
 const MOST_FULL: Duration = Duration::from_secs(60);
 
-/// A step of a session that has ended.
+/// A finished step of a session.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// The row, as it was opened.
+    /// The row, by the number that it was opened with.
     pub row: usize,
     /// The result of the step.
     pub outcome: Outcome,
@@ -35,7 +35,7 @@ pub enum Outcome {
     Called(Called),
     /// The session has ended.
     Finished(Finished),
-    /// The environment is dead for this row, which has ended: only with a reward for failures.
+    /// The environment is dead for this row, which has ended. Only with a reward for failures.
     Failed {
         /// One line, with the row.
         message: String,
@@ -44,8 +44,8 @@ pub enum Outcome {
     },
 }
 
-/// The sessions of many rows. Each has one step at a time: it is opened, called any number of times, and finished. Steps of different rows run
-/// on threads, in any order; those of an environment in lockstep on one thread, in the order in which they were asked for.
+/// The sessions of many rows. Each row has one step at a time: it is opened, called any number of times, and finished. Steps of different rows
+/// run on threads, in any order. The steps of an environment in lockstep run on one thread, in the order in which they were asked for.
 ///
 /// Dropping it abandons the open sessions.
 pub struct Sessions {
@@ -58,9 +58,9 @@ pub struct Sessions {
     rows: BTreeMap<usize, Row>,
     /// Rows that wait until another session ends.
     waiting: VecDeque<usize>,
-    /// Events before an error, which come after it.
-    kept: Vec<Event>,
-    /// Since when the environment has no free session, and when it was last asked.
+    /// Events that came in the same poll before an error; the next poll returns them.
+    delayed: Vec<Event>,
+    /// Since when the environment has had no free session, and when it was last asked.
     full: Option<(Instant, Instant)>,
 }
 
@@ -98,7 +98,7 @@ enum Done {
     Failed(String),
 }
 
-/// The steps that wait for a thread; none after the last.
+/// The steps that wait for a thread, and whether the threads are to stop.
 #[derive(Default)]
 struct Jobs {
     queue: Mutex<(VecDeque<(usize, Job)>, bool)>,
@@ -106,8 +106,8 @@ struct Jobs {
 }
 
 impl Sessions {
-    /// Creates the sessions of an environment, at most `max_open` of them at a time. A row whose environment dies is an error, or ends with
-    /// `failure_reward`.
+    /// Creates the sessions of an environment; at most `max_open` of them are open at a time. If the environment of a row dies, that is an
+    /// error, or the row ends with `failure_reward`.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -117,15 +117,19 @@ impl Sessions {
         let jobs = Arc::new(Jobs::default());
         let (sender, done) = channel();
         for _ in 0..threads {
-            let (jobs, sender, environment) = (jobs.clone(), sender.clone(), environment.clone());
+            let jobs = jobs.clone();
+            let sender = sender.clone();
+            let environment = environment.clone();
             let work = move || jobs.work(&*environment, &sender);
             let started = thread::Builder::new().name("environment".into()).spawn(work);
             started.map_err(Error::io("start", "a thread for environments"))?;
         }
-        // Plain functions have no sessions of their own.
+        // Plain functions have no sessions, so no limit applies.
         let max_open = if in_lockstep { usize::MAX } else { max_open.max(1) };
-        let (rows, waiting, kept) = Default::default();
-        Ok(Self { environment, jobs, done, max_open, failure_reward, rows, waiting, kept, full: None })
+        let rows = BTreeMap::new();
+        let waiting = VecDeque::new();
+        let delayed = Vec::new();
+        Ok(Self { environment, jobs, done, max_open, failure_reward, rows, waiting, delayed, full: None })
     }
 
     /// Returns the environment.
@@ -133,10 +137,10 @@ impl Sessions {
         &self.environment
     }
 
-    /// Opens the session of a row, now or when another one has ended. `place` is the row in messages, such as `prompts.jsonl: line 7`.
+    /// Opens the session of a row, now or when another one has ended. `place` names the row in messages, such as `prompts.jsonl: line 7`.
     ///
     /// # Errors
-    /// If the row has a session.
+    /// If the row has a session already.
     pub fn open(&mut self, row: usize, place: &str, columns: Map<String, Value>, seed: u64) -> Result<()> {
         if self.rows.contains_key(&row) {
             return Err(Error::Run(format!("row {row}: its session is open already")));
@@ -147,7 +151,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Makes the calls of a row's turn.
+    /// Makes the tool calls of a row's turn.
     ///
     /// # Errors
     /// If the row has no open session, or its last step has not been polled.
@@ -160,17 +164,17 @@ impl Sessions {
     /// Ends the session of a row.
     ///
     /// # Errors
-    /// As [`Sessions::call`].
+    /// The errors of [`Sessions::call`].
     pub fn finish(&mut self, row: usize) -> Result<()> {
         let session = self.take(row)?;
         self.jobs.push(row, Job::Finish(session));
         Ok(())
     }
 
-    /// Drops the session of a row, which gives no reward and no further event.
+    /// Drops the session of a row. There is no reward and no further event.
     ///
     /// # Errors
-    /// As [`Sessions::call`].
+    /// The errors of [`Sessions::call`].
     pub fn abandon(&mut self, row: usize) -> Result<()> {
         let session = self.take(row)?;
         self.end(row);
@@ -193,13 +197,13 @@ impl Sessions {
         self.rows.values().filter(|row| !matches!(row.state, State::Idle(_))).count()
     }
 
-    /// Returns the steps that have ended, in any order. Waits for the first one for at most `wait`, if there is a step without an event.
+    /// Returns the events of finished steps, in any order. If there is none yet but steps are at work, waits for one for at most `wait`.
     ///
     /// # Errors
-    /// If an environment is dead, without a reward for failures. The message names the row, whose session is then closed.
+    /// If an environment is dead and there is no reward for failures. The message names the row, whose session is then closed.
     pub fn poll(&mut self, wait: Duration) -> Result<Vec<Event>> {
         let until = Instant::now() + wait;
-        let mut events = std::mem::take(&mut self.kept);
+        let mut events = std::mem::take(&mut self.delayed);
         loop {
             self.open_waiting();
             let left = until.saturating_duration_since(Instant::now());
@@ -208,7 +212,7 @@ impl Sessions {
                 Ok((row, done)) => match self.event(row, done) {
                     Ok(event) => events.extend(event),
                     Err(error) => {
-                        self.kept = events;
+                        self.delayed = events;
                         return Err(error);
                     }
                 },
@@ -218,7 +222,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the event of a step, and takes its session back.
+    /// Returns the event of a finished step, and takes the session back from the thread.
     fn event(&mut self, row: usize, done: Done) -> Result<Option<Event>> {
         let event = |outcome| Some(Event { row, outcome });
         match done {
@@ -231,7 +235,7 @@ impl Sessions {
             Done::Full => {
                 let now = Instant::now();
                 self.full = Some((self.full.map_or(now, |(since, _)| since), now));
-                self.rows.entry(row).and_modify(|found| found.state = State::Waiting);
+                self.rows.entry(row).and_modify(|entry| entry.state = State::Waiting);
                 self.waiting.push_front(row);
                 Ok(None)
             }
@@ -256,12 +260,12 @@ impl Sessions {
     }
 
     fn take(&mut self, row: usize) -> Result<Box<dyn Session>> {
-        let found = self.rows.get_mut(&row).map(|found| std::mem::replace(&mut found.state, State::Busy));
-        match found {
+        let state = self.rows.get_mut(&row).map(|entry| std::mem::replace(&mut entry.state, State::Busy));
+        match state {
             Some(State::Idle(session)) => Ok(session),
             Some(State::Busy) => Err(Error::Run(format!("row {row}: its session has not ended its last step"))),
             Some(State::Waiting) => {
-                self.rows.entry(row).and_modify(|found| found.state = State::Waiting);
+                self.rows.entry(row).and_modify(|entry| entry.state = State::Waiting);
                 Err(Error::Run(format!("row {row}: its session is not open yet")))
             }
             None => Err(Error::Run(format!("row {row}: it has no session"))),
@@ -269,40 +273,40 @@ impl Sessions {
     }
 
     fn put_back(&mut self, row: usize, session: Box<dyn Session>) {
-        self.rows.entry(row).and_modify(|found| found.state = State::Idle(session));
+        self.rows.entry(row).and_modify(|entry| entry.state = State::Idle(session));
     }
 
-    /// Removes a row whose session has ended; returns its place.
+    /// Removes a row whose session has ended, and returns its place.
     fn end(&mut self, row: usize) -> String {
-        // Another session may be opened now.
+        // The ended session may have made room: allow the environment to be asked again at once.
         self.full = self.full.map(|(since, asked)| (since, asked - ASK_AGAIN));
         self.rows.remove(&row).map_or_else(|| format!("row {row}"), |row| row.place)
     }
 
-    /// Opens the sessions of rows that wait, as many as may be open.
+    /// Opens the sessions of waiting rows, as many as may be open.
     fn open_waiting(&mut self) {
         if self.full.is_some_and(|(_, asked)| asked.elapsed() < ASK_AGAIN) {
             return;
         }
         while self.rows.len() - self.waiting.len() < self.max_open {
             let Some(row) = self.waiting.pop_front() else { return };
-            let Some(found) = self.rows.get_mut(&row) else { continue };
-            found.state = State::Busy;
-            self.jobs.push(row, Job::Open(found.columns.clone(), found.seed));
-            // One more than the environment has at a time.
+            let Some(entry) = self.rows.get_mut(&row) else { continue };
+            entry.state = State::Busy;
+            self.jobs.push(row, Job::Open(entry.columns.clone(), entry.seed));
+            // The environment was full when last asked, so try only one row.
             if self.full.is_some() {
                 return;
             }
         }
     }
 
-    /// Returns whether rows wait for sessions that others of these rows have, and no step is at work.
+    /// Returns whether rows wait for sessions that other rows here keep open, and no step is at work.
     pub fn is_blocked(&self) -> bool {
         let is_busy = self.rows.values().any(|row| matches!(row.state, State::Busy));
         self.full.is_some() && !is_busy && !self.waiting.is_empty() && self.waiting.len() < self.rows.len()
     }
 
-    /// Refuses an environment that has no free session although none of these uses one.
+    /// Fails if the environment has had no free session for too long although none is open here.
     fn check_full(&mut self) -> Result<()> {
         let is_idle = self.rows.len() == self.waiting.len();
         let Some((since, _)) = self.full.filter(|(since, _)| is_idle && since.elapsed() > MOST_FULL) else {
@@ -324,7 +328,7 @@ impl Drop for Sessions {
         let dropped: Vec<_> = queue.0.drain(..).collect();
         drop(queue);
         self.jobs.changed.notify_all();
-        // Closing a session may take a while; it must not hold the queue.
+        // Closing a session may take a while, so the lock is released before.
         drop(dropped);
     }
 }
@@ -352,10 +356,10 @@ impl Jobs {
         }
     }
 
-    /// Runs steps on this thread until there are no more.
+    /// Runs steps on this thread until the sessions are dropped.
     fn work(&self, environment: &dyn Environment, sender: &Sender<(usize, Done)>) {
         while let Some((row, job)) = self.next() {
-            // An environment of the user's must not end the process.
+            // A panic in the user's environment must not end the process.
             let done = catch_unwind(AssertUnwindSafe(|| run(environment, job)));
             let done = done.unwrap_or_else(|_| Done::Failed("the environment panicked".into()));
             if sender.send((row, done)).is_err() {
@@ -368,7 +372,7 @@ impl Jobs {
 fn run(environment: &dyn Environment, job: Job) -> Done {
     let done = match job {
         Job::Open(columns, seed) => {
-            environment.open(&columns, seed).map(|found| found.map_or(Done::Full, Done::Opened))
+            environment.open(&columns, seed).map(|session| session.map_or(Done::Full, Done::Opened))
         }
         Job::Call(mut session, calls) => session.call(&calls).map(|called| Done::Called(session, called)),
         Job::Finish(session) => session.finish().map(Done::Finished),

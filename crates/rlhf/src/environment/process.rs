@@ -1,4 +1,4 @@
-//! A process that answers requests of several sessions: JSON lines with ids, whose replies come in any order.
+//! A process that answers the requests of several sessions. Requests and replies are JSON lines with ids; replies may come in any order.
 
 use super::{Limits, Log};
 use crate::reward::{DRIVER, EXIT_WAIT, MAX_STDERR_LINE, STDERR_LINES, excerpt, read_lines};
@@ -15,61 +15,61 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The program that runs tools and environments of Python.
+/// The Python program that runs tools and environments.
 const WORKER: &str = include_str!("worker.py");
 /// Maximum length of a reply in bytes.
 const MAX_REPLY: usize = 32 << 20;
 /// Interval at which a process without output is checked for its exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The code of a process.
+/// The program that a process runs.
 #[derive(Debug, Clone)]
 pub(super) enum Code {
     /// A command line for `sh -c`.
     Shell(String),
-    /// The worker with this first request.
+    /// The Python worker, with its first request.
     Python(Value),
 }
 
-/// A running process. Threads write its input and read its outputs.
+/// A running process. Threads write to its input and read its outputs.
 pub(super) struct Process {
     child: Mutex<Child>,
-    /// Input of the process; `None` closes it.
+    /// Lines for the input of the process; `None` once the input is closed.
     to_child: Mutex<Option<Sender<Vec<u8>>>>,
     replies: Arc<Mutex<Replies>>,
     /// Last lines of its standard error.
     stderr_tail: Arc<Mutex<VecDeque<String>>>,
-    /// Disconnected at the end of its standard error.
+    /// Disconnects when the process's standard error ends.
     stderr_end: Mutex<Receiver<()>>,
     /// Receives the first reply of the worker.
     first: Mutex<Receiver<Map<String, Value>>>,
-    /// The message of its end, once there is one.
+    /// The message about the end of the process, once it has ended.
     end: Mutex<Option<String>>,
 }
 
-/// The requests without a reply.
+/// The requests that wait for a reply.
 #[derive(Default)]
 struct Replies {
     asked: u64,
     waiting: HashMap<u64, Sender<Map<String, Value>>>,
-    /// Requests that nobody waits for any more, whose replies are ignored.
+    /// Requests that nobody waits for any more; their replies are ignored.
     given_up: HashSet<u64>,
-    /// The reason why no reply can come.
+    /// Why no further reply can come, once that is so.
     ended: Option<End>,
 }
 
 #[derive(Clone)]
 enum End {
-    /// Its output has ended.
+    /// The process closed its standard output.
     Exited,
-    /// It wrote something that is no reply.
+    /// The process wrote a line that is not a valid reply.
     Broken(String),
 }
 
-/// A request without a valid reply.
+/// The error of a request without a valid reply.
 pub(super) struct Unanswered {
     pub(super) message: String,
-    /// True if there was no reply in time: the process may still be at work on it.
+    /// True if there was no reply in time. The process may still be working on the request.
     pub(super) hangs: bool,
 }
 
@@ -82,7 +82,7 @@ impl Process {
         let (mut command, input) = match code {
             Code::Shell(line) => {
                 let mut command = Command::new("sh");
-                // The first line comes when the limits are set.
+                // `read` waits for the first line of input, which is written after the limits are set.
                 command.args(["-c", "read -r _ && eval \"$1\"", "sh", line]).env_remove(DRIVER);
                 (command, "\n".to_string())
             }
@@ -100,7 +100,8 @@ impl Process {
         })?;
         add_program(&child);
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let (replies, stderr_tail): (Arc<Mutex<Replies>>, Arc<Mutex<VecDeque<String>>>) = Default::default();
+        let replies: Arc<Mutex<Replies>> = Arc::default();
+        let stderr_tail: Arc<Mutex<VecDeque<String>>> = Arc::default();
         let first = lock(&replies).wait_for(0);
         let (to_child, lines) = channel::<Vec<u8>>();
         let (end_of_stderr, stderr_end) = channel::<()>();
@@ -111,7 +112,8 @@ impl Process {
                 read_lines(stdout, MAX_REPLY, |line| lock(&read).take(&line));
                 lock(&read).end(End::Exited);
             });
-            let (tail, log) = (stderr_tail.clone(), log.clone());
+            let tail = stderr_tail.clone();
+            let log = log.clone();
             thread::spawn(move || {
                 read_lines(stderr, MAX_STDERR_LINE, |line| {
                     log.write(&line);
@@ -147,7 +149,7 @@ impl Process {
     /// Sends a request, and returns its reply.
     ///
     /// # Errors
-    /// If there is none within `limit`, or the process has ended.
+    /// If there is no reply within `limit`, or the process has ended.
     pub(super) fn ask(&self, request: Map<String, Value>, limit: Duration) -> Result<Map<String, Value>, Unanswered> {
         let (id, receiver) = {
             let mut replies = lock(&self.replies);
@@ -171,12 +173,12 @@ impl Process {
         self.send(id, request);
     }
 
-    /// Returns whether the process has ended, or is of no use any more.
+    /// Returns whether the process has ended or can no longer be used.
     pub(super) fn has_ended(&self) -> bool {
         lock(&self.replies).ended.is_some()
     }
 
-    /// Kills the process with all that it started.
+    /// Kills the process and all processes that it started.
     pub(super) fn kill(&self) {
         *lock(&self.to_child) = None;
         lock(&self.replies).end(End::Exited);
@@ -189,7 +191,7 @@ impl Process {
         let mut line = Map::from_iter([("id".to_string(), Value::from(id))]);
         line.extend(request);
         if let Some(to_child) = &*lock(&self.to_child) {
-            // The exit of the process is detected where its replies are read.
+            // If the process has exited, the thread that reads its replies detects it.
             let _ = to_child.send(format!("{}\n", Value::Object(line)).into_bytes());
         }
     }
@@ -214,7 +216,7 @@ impl Process {
                     let message = format!("no reply within {} s", limit.as_secs_f64());
                     return Err(Unanswered { message, hangs: true });
                 }
-                // A process that it started may keep its output open.
+                // A process that this one started may keep the output open after it has exited.
                 Err(RecvTimeoutError::Timeout) => {
                     if has_exited(&mut lock(&self.child))
                         && exited.get_or_insert_with(Instant::now).elapsed() > EXIT_WAIT
@@ -226,7 +228,7 @@ impl Process {
         }
     }
 
-    /// Kills the process, and returns the reason of its end, with the last lines of its standard error.
+    /// Kills the process, and returns why it ended, with the last lines of its standard error.
     fn explain(&self) -> String {
         let mut end = lock(&self.end);
         if let Some(message) = &*end {
@@ -284,12 +286,12 @@ impl Replies {
         }
     }
 
-    /// Passes a reply on to its request. Returns false if the line is no reply, after which the process is of no use.
+    /// Passes a reply on to its request. Returns false if the line is not a valid reply; the process can then no longer be used.
     fn take(&mut self, line: &[u8]) -> bool {
         if self.ended.is_some() {
             return false;
         }
-        match self.request_of(line) {
+        match self.answer_request(line) {
             Ok(()) => true,
             Err(message) => {
                 self.end(End::Broken(message));
@@ -298,7 +300,7 @@ impl Replies {
         }
     }
 
-    fn request_of(&mut self, line: &[u8]) -> Result<(), String> {
+    fn answer_request(&mut self, line: &[u8]) -> Result<(), String> {
         if line.len() > MAX_REPLY {
             return Err(format!(
                 "expected a line of at most {MAX_REPLY} bytes on its standard output, found a longer one"

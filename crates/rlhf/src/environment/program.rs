@@ -1,5 +1,5 @@
-//! Environments that are programs: they serve many sessions over JSON lines, as docs/guides/environments.md describes. Functions and classes of
-//! Python run in such a program.
+//! Environments that are programs: they serve many sessions over JSON lines, as docs/guides/environments.md describes. Python functions and
+//! classes run in such a program.
 
 use super::process::{Code, Process, Unanswered};
 use super::{Called, Environment, Finished, Limits, Log, Opened, Session, ToolCall, ToolResult};
@@ -16,10 +16,10 @@ const LONGEST_LOG: usize = 80;
 /// Maximum number of metrics of a session.
 const MOST_LOGS: usize = 100;
 
-/// A program that serves sessions. It is started with the first of them, and again after its end.
+/// A program that serves sessions. It is started with the first session, and again if it has ended.
 pub struct ProgramEnvironment {
     code: Code,
-    /// The program in messages.
+    /// How messages name the program.
     label: String,
     limits: Limits,
     log: Log,
@@ -28,7 +28,7 @@ pub struct ProgramEnvironment {
     running: Mutex<Option<Running>>,
 }
 
-/// Name of the reward of a program; a class of Python gives it its own name.
+/// Reward name of a program. Python classes name their own rewards.
 const REWARD: &str = "environment";
 
 /// A started program.
@@ -37,9 +37,9 @@ struct Running {
     process: Arc<Process>,
     /// Number of open sessions.
     open: Arc<AtomicUsize>,
-    /// Number of requests that have had no reply in time, at which the program may still be at work.
+    /// Number of requests without a reply in time; the program may still be working on them.
     hanging: Arc<AtomicUsize>,
-    /// The first reply of the worker: tools, and the rewards of environments.
+    /// What the worker's first reply said: the tools, the reward names and the module files.
     known: Arc<Known>,
 }
 
@@ -51,17 +51,17 @@ struct Known {
 }
 
 impl ProgramEnvironment {
-    /// Creates the environment of a program, a command line for `sh -c`, without starting it.
+    /// Creates the environment of a program without starting it. `line` is a command line for `sh -c`.
     pub fn command(line: impl Into<String>, limits: Limits, log: Log) -> Self {
-        // The command line may hold a key.
+        // The label does not show the command line, which may contain a key.
         Self::of(Code::Shell(line.into()), "the program".into(), limits, log, false)
     }
 
-    /// Creates the environment of tools, `module.function`, and classes of Python, `module.Class`, without importing them. A class has the name
-    /// that the column `environment` of a row chooses it by, unless there is one for all rows. The Python is that of `RLHF_PYTHON`, or
+    /// Creates the environment of Python tools, `module.function`, and classes, `module.Class`, without importing them. The column
+    /// `environment` of a row chooses a class by its name; a class without a name is for all rows. The interpreter is `RLHF_PYTHON`, or
     /// `python3`; the working directory is on its path.
     ///
-    /// All of it is called as by TRL's `GRPOTrainer`: `reset(**row)`, public methods as tools, `get_reward()`.
+    /// Tools and classes are called as TRL's `GRPOTrainer` does: `reset(**row)`, public methods as tools, `get_reward()`.
     pub fn python(tools: &[String], classes: &[(Option<String>, String)], limits: Limits, log: Log) -> Self {
         let paths = tools.iter().chain(classes.iter().map(|(_, path)| path));
         let label = paths.map(|path| format!("`{path}`")).collect::<Vec<_>>().join(", ");
@@ -69,8 +69,8 @@ impl ProgramEnvironment {
         Self::of(Code::Python(request), label, limits, log, !tools.is_empty())
     }
 
-    /// Creates the environment of tools and classes that are objects of the process that drives the run, which the package for Python starts
-    /// it from.
+    /// Creates the environment of tools and classes that are objects of the process that drives the run. The Python package starts runs in
+    /// this way.
     pub(super) fn driver(in_lockstep: bool, limits: Limits, log: Log) -> Self {
         let request = json!({"driver": true, "limit": limits.output});
         Self::of(Code::Python(request), "of the trainer".into(), limits, log, in_lockstep)
@@ -80,7 +80,7 @@ impl ProgramEnvironment {
         Self { code, label, limits, log, in_lockstep, opened: AtomicU64::new(0), running: Mutex::new(None) }
     }
 
-    /// Returns the files of the modules in the working directory that tools and classes of Python are from; empty before the start.
+    /// Returns the files of the Python tools' and classes' modules that are in the working directory; empty before the start.
     pub fn files(&self) -> Vec<String> {
         self.lock().as_ref().map_or_else(Vec::new, |running| running.known.files.clone())
     }
@@ -93,15 +93,15 @@ impl ProgramEnvironment {
         Error::Run(format!("environment {}: {message}", self.label))
     }
 
-    /// Returns the running program. Starts it unless it is running, and again if it has ended, or if it hangs and no session needs it.
+    /// Returns the running program. Starts it if it is not running, and restarts it if it has ended, or if it hangs and no session is open.
     fn running(&self) -> Result<Running> {
         let mut running = self.lock();
-        if let Some(found) = &*running {
-            let hangs = found.hanging.load(Ordering::SeqCst) > 0 && found.open.load(Ordering::SeqCst) == 0;
-            if !found.process.has_ended() && !hangs {
-                return Ok(found.clone());
+        if let Some(current) = &*running {
+            let hangs = current.hanging.load(Ordering::SeqCst) > 0 && current.open.load(Ordering::SeqCst) == 0;
+            if !current.process.has_ended() && !hangs {
+                return Ok(current.clone());
             }
-            found.process.kill();
+            current.process.kill();
         }
         let process = Process::start(&self.code, &self.limits, &self.log).map_err(|e| self.error(&e.to_string()))?;
         let mut known = Known::default();
@@ -167,7 +167,7 @@ impl Environment for ProgramEnvironment {
 }
 
 impl Drop for ProgramEnvironment {
-    /// Ends the program, so that no session waits for it any longer.
+    /// Kills the program if sessions are still open, so that none waits for it any longer.
     fn drop(&mut self) {
         if let Some(running) = self.lock().take()
             && running.open.load(Ordering::SeqCst) > 0
@@ -181,14 +181,15 @@ impl Known {
     fn read(reply: &Map<String, Value>) -> Self {
         let list = |value: &Value, name: &str| value.get(name).and_then(Value::as_array).cloned().unwrap_or_default();
         let reply = Value::Object(reply.clone());
-        let (mut tools, mut rewards) = (list(&reply, "tools"), Vec::new());
+        let mut tools = list(&reply, "tools");
+        let mut rewards = Vec::new();
         for environment in list(&reply, "environments") {
             for tool in list(&environment, "tools") {
                 if !tools.contains(&tool) {
                     tools.push(tool);
                 }
             }
-            // A class under two names is one reward.
+            // A class that is listed under two names has one reward.
             if let Some(name) =
                 environment["reward_name"].as_str().filter(|name| !rewards.iter().any(|known| known == name))
             {
@@ -206,15 +207,15 @@ struct ProgramSession {
     label: String,
     limits: Limits,
     opened: Opened,
-    /// Sum of the rewards of its turns, if it gave any.
+    /// Sum of the rewards of the turns; `None` if there was none.
     reward: Option<f64>,
     is_over: bool,
-    /// Whether it is closed, or its program has failed it.
+    /// Whether it was closed.
     has_ended: bool,
 }
 
 impl ProgramSession {
-    /// Sends a request, and returns its reply; `calls` is the number of calls in it, 1 for the beginning and the end.
+    /// Sends a request, and returns its reply. `calls` is the number of tool calls in it, or 1 for opening and closing.
     fn ask(&mut self, request: Value, calls: usize, what: &str) -> Result<Map<String, Value>> {
         let limit = if request.get("calls").is_some() { self.limits.call } else { self.limits.reset };
         let Value::Object(request) = request else { return Err(self.error("a request is an object")) };
@@ -264,17 +265,17 @@ impl Session for ProgramSession {
         self.has_ended = true;
         let reward = number(&reply, "reward").map_err(|message| self.error(&message))?.or(self.reward);
         let mut logs = Vec::new();
-        if let Some(found) = reply.get("extra_logs").filter(|found| !found.is_null()) {
-            let Some(found) = found.as_object().filter(|found| found.len() <= MOST_LOGS) else {
+        if let Some(value) = reply.get("extra_logs").filter(|value| !value.is_null()) {
+            let Some(numbers) = value.as_object().filter(|numbers| numbers.len() <= MOST_LOGS) else {
                 let wanted = format!("an object of at most {MOST_LOGS} numbers in \"extra_logs\"");
-                return Err(self.error(&expected(&wanted, found)));
+                return Err(self.error(&expected(&wanted, value)));
             };
-            for name in found.keys() {
+            for name in numbers.keys() {
                 if name.is_empty() || name.chars().count() > LONGEST_LOG || name.chars().any(char::is_control) {
                     let wanted = format!("names of 1 to {LONGEST_LOG} characters in \"extra_logs\"");
                     return Err(self.error(&expected(&wanted, &name.as_str().into())));
                 }
-                logs.extend(number(found, name).map_err(|message| self.error(&message))?.map(|x| (name.clone(), x)));
+                logs.extend(number(numbers, name).map_err(|message| self.error(&message))?.map(|x| (name.clone(), x)));
             }
         }
         Ok(Finished { reward, logs })
@@ -291,7 +292,7 @@ impl Drop for ProgramSession {
     }
 }
 
-/// Returns the message of a reply that reports a failure of its session.
+/// Returns the error message of a reply; `None` if the reply reports no error.
 fn failure(reply: &Map<String, Value>) -> Option<String> {
     let error = reply.get("error").filter(|error| !error.is_null())?;
     let text = error.as_str().map_or_else(|| error.to_string(), String::from);
@@ -342,28 +343,29 @@ fn called(reply: &Map<String, Value>, calls: &[ToolCall], limits: &Limits) -> Re
         Some(Value::Bool(done)) => *done,
         Some(other) => return Err(expected("true or false in \"done\"", other)),
     };
-    let Some(found) = reply.get("results").and_then(Value::as_array) else {
+    let Some(listed) = reply.get("results").and_then(Value::as_array) else {
         return Err(expected("a list in \"results\"", reply.get("results").unwrap_or(&Value::Null)));
     };
-    if found.len() > calls.len() || (found.len() < calls.len() && !done) {
-        return Err(format!("expected {} results, one per call, found {}", calls.len(), found.len()));
+    if listed.len() > calls.len() || (listed.len() < calls.len() && !done) {
+        return Err(format!("expected {} results, one per call, found {}", calls.len(), listed.len()));
     }
-    let results = found.iter().zip(calls).map(|(found, call)| result(found, call, limits)).collect::<Result<_, _>>()?;
+    let results =
+        listed.iter().zip(calls).map(|(value, call)| result(value, call, limits)).collect::<Result<_, _>>()?;
     Ok(Called { results, reward: number(reply, "reward")?, done })
 }
 
-fn result(found: &Value, call: &ToolCall, limits: &Limits) -> Result<ToolResult, String> {
-    let name = found.get("name").and_then(Value::as_str).unwrap_or(&call.name).to_string();
-    if let Some(error) = found.get("error").filter(|error| !error.is_null()) {
+fn result(value: &Value, call: &ToolCall, limits: &Limits) -> Result<ToolResult, String> {
+    let name = value.get("name").and_then(Value::as_str).unwrap_or(&call.name).to_string();
+    if let Some(error) = value.get("error").filter(|error| !error.is_null()) {
         let content = json!({"error": error}).to_string();
         let bytes = content.len();
         return Ok(ToolResult::failed(name, limits.cut(content, bytes)));
     }
-    let Some(content) = found.get("content").and_then(Value::as_str) else {
-        return Err(expected("a text in \"content\" of each result, or one in \"error\"", found));
+    let Some(content) = value.get("content").and_then(Value::as_str) else {
+        return Err(expected("a text in \"content\" of each result, or one in \"error\"", value));
     };
-    let bytes = found.get("bytes").and_then(Value::as_u64).map_or(0, |bytes| usize::try_from(bytes).unwrap_or(0));
+    let bytes = value.get("bytes").and_then(Value::as_u64).map_or(0, |bytes| usize::try_from(bytes).unwrap_or(0));
     let content = limits.cut(content.to_string(), bytes.max(content.len()));
-    let failed = found.get("failed").and_then(Value::as_bool).unwrap_or(false);
+    let failed = value.get("failed").and_then(Value::as_bool).unwrap_or(false);
     Ok(ToolResult { name, content, failed })
 }

@@ -7,7 +7,7 @@ use rlhf_base::Result;
 /// Name of the reward of rows whose environment dies, where no environment gives one.
 const FAILURE_REWARD: &str = "environment";
 
-/// Returns the name of the reward of rows whose environment dies before it has named its own.
+/// Returns the reward name for rows whose environment dies before it has told its reward's name.
 pub(crate) fn failure_reward_name(environment: &dyn Environment) -> String {
     environment.reward_names().into_iter().next().unwrap_or_else(|| FAILURE_REWARD.into())
 }
@@ -24,18 +24,18 @@ pub(crate) fn environment_rewards(environment: &dyn Environment, config: &Enviro
     names.into_iter().fold(Rewards::new(), add)
 }
 
-/// The reward that environments give.
+/// A reward that environments give.
 struct EnvironmentReward {
-    /// Name of the reward: rows of an environment whose reward has another name have no score.
+    /// Name of the reward. Rows whose environment gives a reward of another name have no score.
     name: String,
 }
 
 impl Reward for EnvironmentReward {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
-        let of = |input: &RewardInput<'_>| {
+        let reward = |input: &RewardInput<'_>| {
             let episode = input.episode.filter(|episode| episode.reward_name.as_ref() == Some(&self.name))?;
             episode.reward
         };
-        Ok(batch.iter().map(|input| of(input).into()).collect())
+        Ok(batch.iter().map(|input| reward(input).into()).collect())
     }
 }

@@ -66,14 +66,14 @@ pub enum MalformedCalls {
     Error,
 }
 
-/// The kinds of environments, as they are written.
+/// An environment as the settings write it.
 #[derive(Debug, PartialEq)]
 enum Kind<'a> {
     Python(&'a str),
     Command(&'a str),
     OpenEnv(&'a str),
-    /// Objects of the process that drives the run: `driver:`, or `driver:tools` where there are plain tools. Only the package for Python writes
-    /// it.
+    /// Objects of the process that drives the run: `driver:`, or `driver:tools` if there are plain tools. Only the Python package writes this
+    /// kind.
     Driver {
         in_lockstep: bool,
     },
@@ -147,12 +147,12 @@ impl EnvironmentConfig {
     /// Returns whether an environment is a program or a server, with a bounded number of sessions.
     pub(crate) fn has_sessions_elsewhere(&self) -> bool {
         let is_elsewhere = |(_, kind): &(Option<String>, Kind<'_>)| matches!(kind, Kind::Command(_) | Kind::OpenEnv(_));
-        self.environments().is_ok_and(|found| found.iter().any(is_elsewhere))
+        self.environments().is_ok_and(|environments| environments.iter().any(is_elsewhere))
     }
 
     /// Returns the environments with their names.
     fn environments(&self) -> Result<Vec<(Option<String>, Kind<'_>)>> {
-        let mut found: Vec<(Option<String>, Kind<'_>)> = Vec::new();
+        let mut environments: Vec<(Option<String>, Kind<'_>)> = Vec::new();
         for written in &self.environment_factory {
             let (name, spec) = split(written);
             let shown = beginning(&without_query(written), 80).into_owned();
@@ -170,33 +170,33 @@ impl EnvironmentConfig {
                     );
                 }
             };
-            if found.iter().any(|(other, _)| *other == name) {
+            if environments.iter().any(|(other, _)| *other == name) {
                 let expected = match name {
                     Some(_) => "names that differ".to_string(),
                     None => format!("a name for each of several, as NAME={shown}"),
                 };
                 return refuse(name_of!(self.environment_factory), format!(" = {shown}: expected {expected}"));
             }
-            found.push((name, kind));
+            environments.push((name, kind));
         }
-        if found.len() > 1 && found.iter().any(|(name, _)| name.is_none()) {
+        if environments.len() > 1 && environments.iter().any(|(name, _)| name.is_none()) {
             return refuse(
                 name_of!(self.environment_factory),
                 ": expected a name for each of several environments, as NAME=MODULE.CLASS",
             );
         }
-        Ok(found)
+        Ok(environments)
     }
 
-    /// Returns the files of the functions, classes and programs, as far as their names and the files themselves name them, with their contents.
+    /// Returns the files of functions, classes and programs with their contents, as far as the settings and the files themselves name them.
     pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
-        let of = |(_, kind): &(Option<String>, Kind<'_>)| match kind {
+        let files = |(_, kind): &(Option<String>, Kind<'_>)| match kind {
             Kind::Python(path) => function_files(path),
             Kind::Command(line) => program_files(line),
             Kind::OpenEnv(_) | Kind::Driver { .. } => Vec::new(),
         };
-        let of_environments = self.environments().unwrap_or_default().iter().flat_map(of).collect::<Vec<_>>();
-        let all = self.tools.iter().flat_map(|tool| function_files(tool)).chain(of_environments);
+        let environment_files = self.environments().unwrap_or_default().iter().flat_map(files).collect::<Vec<_>>();
+        let all = self.tools.iter().flat_map(|tool| function_files(tool)).chain(environment_files);
         all.collect::<BTreeMap<_, _>>().into_iter().collect()
     }
 
@@ -213,11 +213,11 @@ impl EnvironmentConfig {
         }
     }
 
-    /// Returns the environment of these settings, without starting it; none if there are neither tools nor environments. Its programs print to
+    /// Returns the environment of these settings without starting it; `None` if there are neither tools nor environments. Programs print to
     /// `log`.
     ///
     /// # Errors
-    /// As [`EnvironmentConfig::check`].
+    /// The errors of [`EnvironmentConfig::check`].
     pub fn environment(&self, log: &Log) -> Result<Option<Arc<dyn Environment>>> {
         self.check()?;
         if !self.is_used() {
@@ -230,7 +230,7 @@ impl EnvironmentConfig {
         let python = |tools: &[String], classes: &[(Option<String>, String)]| -> Arc<dyn Environment> {
             Arc::new(ProgramEnvironment::python(tools, classes, self.limits(), log.clone()))
         };
-        // All of Python in one process, as in TRL.
+        // If all environments are Python classes, they and the tools run in one process, as in TRL.
         let classes: Option<Vec<_>> = environments
             .iter()
             .map(|(name, kind)| match kind {
@@ -247,7 +247,7 @@ impl EnvironmentConfig {
                 Kind::Python(path) => python(&[], &[(None, path.to_string())]),
                 Kind::Command(line) => Arc::new(ProgramEnvironment::command(line, self.limits(), log.clone())),
                 Kind::OpenEnv(url) => Arc::new(OpenEnv::new(url, self.limits())?),
-                // It has no name, as one of several has.
+                // Unreachable: `environments` accepts a driver only without a name, and several environments only with names.
                 Kind::Driver { .. } => continue,
             };
             parts.push((name, environment));
@@ -257,7 +257,7 @@ impl EnvironmentConfig {
     }
 }
 
-/// Divides `NAME=SPEC`; the command line of a program may have an equals sign too.
+/// Divides `NAME=SPEC` into name and specification. Without a name, an equals sign belongs to the program's command line.
 fn split(written: &str) -> (Option<String>, &str) {
     let is_name = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
     match written.split_once('=') {
@@ -346,17 +346,17 @@ mod tests {
             let command = "run=command:A=1 ./env --x=2";
             c.environment_factory = texts(&["game=my.games.Chess", command, "far=openenv:wss://h/e?key=secret"]);
         });
-        let found = config.environments().unwrap();
+        let environments = config.environments().unwrap();
         let named = |name: &str| Some(name.to_string());
-        assert_eq!(found[0], (named("game"), Kind::Python("my.games.Chess")));
-        assert_eq!(found[1], (named("run"), Kind::Command("A=1 ./env --x=2")));
-        assert_eq!(found[2], (named("far"), Kind::OpenEnv("wss://h/e?key=secret")));
+        assert_eq!(environments[0], (named("game"), Kind::Python("my.games.Chess")));
+        assert_eq!(environments[1], (named("run"), Kind::Command("A=1 ./env --x=2")));
+        assert_eq!(environments[2], (named("far"), Kind::OpenEnv("wss://h/e?key=secret")));
         let one = with(|c| c.environment_factory = texts(&["command:A=1 ./env"]));
         assert_eq!(one.environments().unwrap(), [(None, Kind::Command("A=1 ./env"))]);
         for (written, in_lockstep) in [("driver:", false), ("driver:tools", true)] {
-            let of_package = with(|c| c.environment_factory = texts(&[written]));
-            assert_eq!(of_package.environments().unwrap(), [(None, Kind::Driver { in_lockstep })]);
-            assert_eq!(of_package.environment(&Log::default()).unwrap().unwrap().in_lockstep(), in_lockstep);
+            let driver_config = with(|c| c.environment_factory = texts(&[written]));
+            assert_eq!(driver_config.environments().unwrap(), [(None, Kind::Driver { in_lockstep })]);
+            assert_eq!(driver_config.environment(&Log::default()).unwrap().unwrap().in_lockstep(), in_lockstep);
         }
         assert!(with(|c| c.environment_factory = texts(&["x=driver:"])).check().is_err());
         let written = serde_json::to_value(&config).unwrap();

@@ -20,7 +20,7 @@ use tungstenite::{Message, WebSocket};
 
 /// Maximum size of a message in bytes.
 const MAX_MESSAGE: usize = 32 << 20;
-/// Time of a read that takes only what has arrived.
+/// Time limit of a read that takes only what has already arrived.
 const AT_ONCE: Duration = Duration::from_millis(1);
 
 /// An open connection.
@@ -36,7 +36,7 @@ impl Socket {
     /// Connects to an address that begins with ws:// or wss://. `token` is sent as a bearer token.
     ///
     /// # Errors
-    /// If there is no connection within `limit`; one line.
+    /// If there is no connection within `limit`. The error is one line.
     pub(super) fn connect(url: &str, token: Option<&str>, limit: Duration) -> Result<Self, String> {
         let uri: Uri = url.parse().map_err(|e| format!("not an address: {e}"))?;
         let is_tls = uri.scheme_str() == Some("wss");
@@ -74,7 +74,7 @@ impl Socket {
     /// Sends a message, and returns the next one.
     ///
     /// # Errors
-    /// If there is none within `limit`, the connection is closed, or the message is no JSON; one line.
+    /// If no message comes within `limit`, the connection is closed, or the message is not JSON. The error is one line.
     pub(super) fn ask(&mut self, message: &Value, limit: Duration) -> Result<Value, String> {
         let until = Instant::now() + limit;
         self.0.send(Message::text(message.to_string())).map_err(|e| self.closed(&e))?;
@@ -90,10 +90,10 @@ impl Socket {
         }
     }
 
-    /// Replies to the pings that have arrived: servers close a connection that does not.
+    /// Replies to the pings that have arrived, because servers close connections that do not reply.
     ///
     /// # Errors
-    /// If the connection is closed, or has a message that nothing asked for.
+    /// If the connection is closed, or a message arrived that was not asked for.
     pub(super) fn keep(&mut self) -> Result<(), String> {
         match self.read(AT_ONCE)? {
             None => Ok(()),
@@ -107,7 +107,7 @@ impl Socket {
         let _ = self.0.close(None).and_then(|()| self.0.flush());
     }
 
-    /// Reads frames until a text; `None` after `limit` without any.
+    /// Reads frames until a text message comes; `None` if none comes within `limit`.
     fn read(&mut self, limit: Duration) -> Result<Option<String>, String> {
         let until = Instant::now() + limit;
         loop {
@@ -149,7 +149,7 @@ fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
-/// Connects to the first address of a host that accepts.
+/// Connects to the first of the host's addresses that accepts.
 fn connect(host: (&String, u16), limit: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in (host.0.as_str(), host.1).to_socket_addrs()? {

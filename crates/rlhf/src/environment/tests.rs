@@ -182,7 +182,7 @@ fn contents(called: &Called) -> Vec<&str> {
 }
 
 /// Returns the error of a call of a session of [`PROGRAM`] in this mode, and of its beginning.
-fn error_of(environment: &ProgramEnvironment, mode: &str) -> String {
+fn session_error(environment: &ProgramEnvironment, mode: &str) -> String {
     let opened = environment.open(&row(json!({"mode": mode})), 7);
     let called = opened.and_then(|session| session.unwrap().call(&[call("go", json!({}))]));
     called.expect_err(mode).to_string()
@@ -232,7 +232,7 @@ fn a_program_that_breaks_the_protocol_is_one_line_and_is_started_again() {
         ("nan", "expected a finite number or null in \"reward\", found \"high\""),
         ("number", "expected a text in \"content\" of each result"),
     ] {
-        let error = error_of(&environment, mode);
+        let error = session_error(&environment, mode);
         assert!(error.starts_with("environment the program: ") && error.contains(expected), "{mode}: {error}");
         assert_eq!(error.lines().count(), 1, "{error}");
     }

@@ -1,30 +1,30 @@
-//! The calls of a turn: those that are made, and the results of those that fail without.
+//! The tool calls of a turn: the calls to make, and the results of calls that fail before they are made.
 
 use super::{EnvironmentConfig, MalformedCalls, ToolCall, ToolResult};
 use rlhf_base::rng::{Purpose, Stream};
 use rlhf_lm::tokenizer::Turn;
 use serde_json::{Value, json};
 
-/// Returns the seed of the sessions of a group: of its number among those of a step, in a run with the seed `seed`.
+/// Returns the seed of a group's sessions, from the run's seed, the step and the group's number in the step.
 pub fn session_seed(seed: u64, step: u64, group: u64) -> u64 {
     let mut stream = Stream::new(seed, Purpose::Environments, step, group);
     (stream.uniform() * f64::from(u32::MAX)) as u64
 }
 
 impl EnvironmentConfig {
-    /// Returns whether a turn has results: of its calls, or the error of one that cannot be read.
+    /// Returns whether a turn has results: those of its calls, or the error of a call that cannot be read.
     pub fn has_results(&self, turn: &Turn) -> bool {
         !turn.calls.is_empty() || turn.malformed.is_some() && self.malformed_calls == MalformedCalls::Error
     }
 }
 
-/// The results of a turn's calls, in their order; those of calls that are made are open.
+/// The results of a turn's calls, in their order; `None` for calls that are still to be made.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Results(Vec<Option<ToolResult>>);
 
 impl Results {
-    /// Returns the results that are known, and the calls that are to be made. A call whose arguments are no object, and a turn that cannot be
-    /// read, are calls that fail.
+    /// Returns the results that are known already, and the calls to make. A call fails at once if its arguments are no object or if the turn
+    /// cannot be read.
     pub fn of(turn: Turn) -> (Self, Vec<ToolCall>) {
         let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
         let known = match &turn.malformed {
@@ -35,7 +35,7 @@ impl Results {
         (Self(known), made.map(|call| ToolCall { name: call.name, arguments: call.arguments }).collect())
     }
 
-    /// Returns all results, with those of the calls that were `made`: an episode that is over may leave out the last ones.
+    /// Fills in the results of the calls that were `made`. An episode that is over may leave out the last ones.
     pub fn with(self, made: Vec<ToolResult>) -> Vec<ToolResult> {
         let mut made = made.into_iter();
         self.0.into_iter().map_while(|known| known.or_else(|| made.next())).collect()
@@ -49,7 +49,7 @@ impl ToolResult {
     }
 }
 
-/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as for calls that were made.
+/// The error of a call as the policy sees it: the text of Python's `{"error": fault}`, as calls that were made report errors.
 fn error_text(fault: &str) -> String {
     let quote = if fault.contains('\'') && !fault.contains('"') { '"' } else { '\'' };
     format!("{{'error': {quote}{}{quote}}}", fault.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")))

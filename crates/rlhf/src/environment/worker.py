@@ -1,15 +1,15 @@
-"""Runs tools and environments of Python for rlhf, as TRL's GRPOTrainer does.
+"""Runs Python tools and environments for rlhf, as TRL's GRPOTrainer does.
 
-rlhf starts this program once, with the Python of the user, and writes JSON lines to its standard input. The first has the paths of the tools
-(`module.function`) and of the environments (`module.Class`, with a name where there are several); the reply has their schemas. Then come the
+rlhf starts this program once, with the user's Python, and writes JSON lines to its standard input. The first has the paths of the tools
+(`module.function`) and of the environments (`module.Class`, with a name if there are several); the reply has their schemas. Then come the
 requests of docs/guides/environments.md: open, call and close a session. Replies go to what was the standard output of this program, each with
-the `id` of its request; what the code of the user prints goes to standard error.
+the `id` of its request; what the user's code prints goes to standard error.
 
-With tools everything runs on the main thread, in the order of the requests. Without, each instance of an environment has a thread of its own,
-so that one that waits does not hold the others. Coroutines of all of them run on one event loop.
+If there are tools, everything runs on the main thread, in the order of the requests. Otherwise each instance of an environment has its own
+thread, so that an instance that waits does not delay the others. All coroutines run on one event loop.
 
-Where the first line has `driver`, tools and environments are objects of another process, that of a trainer in Python, which imports this file
-as a module of its package: this program then passes the lines on to it, and its replies back.
+If the first line has `driver`, the tools and environments are objects of another process, a Python trainer, whose package has this file as a
+module. This program then passes the lines on to that process, and its replies back.
 """
 
 import sys
@@ -38,16 +38,16 @@ import typing  # noqa: E402
 # Seconds that a call has to end in after the input has ended.
 LEFT_AFTER_INPUT = 5
 
-# The process that replies. A child that a tool forks, and that returns from it too, must not.
+# The process that replies. If a tool forks and its child returns from the tool too, the child must not reply.
 PROCESS = os.getpid()
 
-# Methods of an environment that are no tools.
-OWN = ("reset", "get_reward")
+# Methods of an environment that are not tools.
+NOT_TOOLS = ("reset", "get_reward")
 
-# Types of JSON by the types of Python that are written as they are.
+# JSON types by the Python types that JSON writes directly.
 SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
-# Headings that end the part of a docstring before them.
+# Headings of a docstring that end the description above them.
 AFTER_DESCRIPTION = ("Args:", "Returns:", "Raises:")
 
 
@@ -59,7 +59,7 @@ class Failure(Exception):
 
 
 def schema_of(function):
-    """Returns the JSON schema of a function: from its type hints, and from its docstring in Google's style.
+    """Returns the JSON schema of a function, from its type hints and its docstring in Google's style.
 
     The result is that of `get_json_schema` of transformers, which need not be installed.
     """
@@ -77,11 +77,11 @@ def schema_of(function):
         if choices is not None:
             schema["enum"] = choices
         schema["description"] = text
-    found = {"name": name, "description": before_first(doc, AFTER_DESCRIPTION).strip(), "parameters": parameters}
+    function_schema = {"name": name, "description": before_first(doc, AFTER_DESCRIPTION).strip(), "parameters": parameters}
     if returned is not None:
         text = returned_text(doc)
-        found["return"] = returned if text is None else {**returned, "description": text}
-    return {"type": "function", "function": found}
+        function_schema["return"] = returned if text is None else {**returned, "description": text}
+    return {"type": "function", "function": function_schema}
 
 
 def parameters_of(function, name):
@@ -90,12 +90,12 @@ def parameters_of(function, name):
         hints = typing.get_type_hints(function)
     except Exception as error:
         raise Failure(f"`{name}`: a type hint cannot be read: {one_line(error)}")
-    given = dict(inspect.signature(function).parameters)
-    first = next(iter(given), None)
-    own = first if first in ("self", "cls") and given[first].annotation is inspect.Parameter.empty else None
+    parameters = dict(inspect.signature(function).parameters)
+    first = next(iter(parameters), None)
+    receiver = first if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty else None
     required = []
-    for argument, parameter in given.items():
-        if argument == own:
+    for argument, parameter in parameters.items():
+        if argument == receiver:
             continue
         if parameter.annotation is inspect.Parameter.empty:
             raise Failure(f"`{name}`: the argument `{argument}` has no type hint")
@@ -106,18 +106,18 @@ def parameters_of(function, name):
         try:
             schema = schema_of_hint(hint)
         except Failure as failure:
-            # The model does not write the result, so that its type need not have a schema.
+            # The model does not write the result, so the type of the result needs no schema.
             if argument != "return":
                 raise Failure(f"`{name}`: the argument `{argument}`: {failure}")
             continue
         if argument == "return":
             returned = schema
-        elif argument != own:
+        elif argument != receiver:
             properties[argument] = schema
-    found = {"type": "object", "properties": properties}
+    arguments = {"type": "object", "properties": properties}
     if required:
-        found["required"] = required
-    return found, returned
+        arguments["required"] = required
+    return arguments, returned
 
 
 def schema_of_hint(hint):
@@ -161,14 +161,14 @@ def schema_of_class(hint):
 
 
 def schema_of_union(parts):
-    found = [schema_of_hint(part) for part in parts if part is not type(None)]
-    if len(found) == 1:
-        schema = found[0]
-    elif all(list(part) == ["type"] and isinstance(part["type"], str) for part in found):
-        names = sorted({part["type"] for part in found})
+    schemas = [schema_of_hint(part) for part in parts if part is not type(None)]
+    if len(schemas) == 1:
+        schema = schemas[0]
+    elif all(list(part) == ["type"] and isinstance(part["type"], str) for part in schemas):
+        names = sorted({part["type"] for part in schemas})
         schema = {"type": names[0] if len(names) == 1 else names}
     else:
-        schema = {"anyOf": found}
+        schema = {"anyOf": schemas}
     return {**schema, "nullable": True} if type(None) in parts else schema
 
 
@@ -184,33 +184,33 @@ def shown_type(hint):
 
 
 def before_first(text, marks):
-    """Returns the text before the first of the marks, wherever it stands."""
+    """Returns the text before the first occurrence of any of the marks."""
     ends = [text.find(mark) for mark in marks if mark in text]
     return text[: min(ends)] if ends else text
 
 
 def argument_texts(doc):
-    """Returns the descriptions below `Args:` by the names of the arguments. Lines that are indented deeper belong to the argument above."""
+    """Returns the descriptions below `Args:` by argument name. Lines that are indented more belong to the argument above."""
     heading = re.search(r"\n\s*Args:\n", doc)
     if not heading:
         return {}
-    found, name, indent, parts = {}, None, "", []
+    descriptions, name, indent, parts = {}, None, "", []
     for line in before_first(doc[heading.end() :], AFTER_DESCRIPTION[1:]).split("\n"):
         if not line.strip():
             continue
         begins = re.match(r"([ \t]*)(\w+):", line)
         is_deeper = name is not None and line.startswith((indent + " ", indent + "\t"))
-        # A name with nothing after it is described by the next line, whatever that is.
+        # After a name without text on its line, the next line is its description, whatever it looks like.
         if begins and not is_deeper and (name is None or any(parts)):
             if name is not None:
-                found[name] = " ".join(part for part in parts if part)
+                descriptions[name] = " ".join(part for part in parts if part)
             indent, name = begins.groups()
             parts = [line[begins.end() :].strip()]
         elif name is not None:
             parts.append(line.strip())
     if name is not None:
-        found[name] = " ".join(part for part in parts if part)
-    return found
+        descriptions[name] = " ".join(part for part in parts if part)
+    return descriptions
 
 
 def returned_text(doc):
@@ -219,7 +219,7 @@ def returned_text(doc):
 
 
 def without_choices(text, name, argument):
-    """Divides a description that ends with `(choices: [...])`: returns the text before it, and the choices."""
+    """Splits a description that ends with `(choices: [...])`. Returns the text before the choices, and the choices or None."""
     begins = re.search(r"\(choices:", text, re.IGNORECASE)
     if not begins or not text.rstrip().endswith(")"):
         return text, None
@@ -238,17 +238,17 @@ def load(path, kind):
     """Imports a function or a class, with the working directory on the path."""
     module, _, name = path.rpartition(".")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise Failure(f"no module `{error.name}` in {os.getcwd()}, nor among the packages of {sys.executable}")
         raise Failure(f"cannot import `{module}`: {described(error)}")
     except BaseException as error:
         raise Failure(f"cannot import `{module}`: {described(error)}")
-    place = shown(getattr(found, "__file__", None))
-    if not hasattr(found, name):
+    place = shown(getattr(imported, "__file__", None))
+    if not hasattr(imported, name):
         raise Failure(f"the module `{module}` ({place}) has no {kind} `{name}`")
-    value = getattr(found, name)
+    value = getattr(imported, name)
     if not callable(value) or (kind == "function" and inspect.isclass(value)):
         raise Failure(f"`{name}` of the module `{module}` ({place}): expected a {kind}, found {type(value).__name__}")
     return value
@@ -273,32 +273,32 @@ def one_line(value):
 
 
 def described(error):
-    """Returns an exception with its last place in the code of the user, in one line."""
+    """Describes an exception in one line, with its last place in the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({shown(error.filename)}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
-    mine = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-    place = f" ({shown(mine[-1].filename)}:{mine[-1].lineno}, in {mine[-1].name})" if mine else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    place = f" ({shown(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     text = one_line(error)
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 
 
-def is_theirs(file):
+def is_user_code(file):
     return file != load.__code__.co_filename and not file.startswith("<frozen importlib") and file != importlib.__file__
 
 
 def print_traceback(error):
-    """Prints the traceback of an exception to the log, without the places of this program."""
+    """Prints the traceback of an exception to the log, without the frames of this program."""
     whole = traceback.TracebackException(type(error), error, error.__traceback__)
-    whole.stack = traceback.StackSummary.from_list([frame for frame in whole.stack if is_theirs(frame.filename)])
+    whole.stack = traceback.StackSummary.from_list([frame for frame in whole.stack if is_user_code(frame.filename)])
     print("".join(whole.format()), file=sys.stderr, end="", flush=True)
 
 
 def methods_of(instance):
-    """Returns the public methods of an instance by name, inherited ones included. They are listed on its class: on the instance properties
-    would be computed."""
+    """Returns the public methods of an instance in the order of their names, including inherited ones. They are read from the class, because
+    reading them from the instance would compute its properties."""
     names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
-    return [getattr(instance, name) for name in names if name not in OWN and not name.startswith("_")]
+    return [getattr(instance, name) for name in names if name not in NOT_TOOLS and not name.startswith("_")]
 
 
 def text_of(result):
@@ -311,8 +311,8 @@ def text_of(result):
 
 
 class Place:
-    """An instance of an environment, and the thread that it runs on; the main one if there is none. A job may return another one, to run
-    when the place no longer counts as running: its reply."""
+    """An instance of an environment, and the thread that it runs on, or the main thread. A job may return a second function, its reply, which
+    runs when the place no longer counts as running."""
 
     def __init__(self, has_thread, index=0):
         self.instance, self.index, self.running = None, index, 0
@@ -338,7 +338,7 @@ class Place:
 
 
 class Kind:
-    """A class of environments, with the instances that are reused."""
+    """An environment class, with its instances, which are reused."""
 
     def __init__(self, name, path, make, has_thread, report):
         self.name, self.path, self.make, self.has_thread, self.report = name, path, make, has_thread, report
@@ -353,7 +353,7 @@ class Kind:
         self.reward = type(place.instance).__name__ if "get_reward" in members else None
 
     def take(self):
-        """Returns the place that is free with the lowest index, so that a row of a batch has the same instance in each."""
+        """Returns the free place with the lowest index, or a new one. A row thus gets the same instance in each batch."""
         with LOCK:
             if self.free:
                 return self.places[heapq.heappop(self.free)]
@@ -362,7 +362,7 @@ class Kind:
             return place
 
     def construct(self, place):
-        """Makes the instance of a new place, on its thread."""
+        """Creates the instance of a new place, on the place's thread."""
         done = queue.SimpleQueue()
 
         def make():
@@ -381,7 +381,7 @@ class Kind:
             raise failure
 
     def give_back(self, place):
-        """Frees a place. One that is still at work is replaced: its session was abandoned, and it may never end."""
+        """Frees a place. A place that is still running is replaced: its session was abandoned, and its job may never end."""
         with LOCK:
             if place.running > 0:
                 place.jobs.put(None)
@@ -390,8 +390,8 @@ class Kind:
 
 
 class Worker:
-    """The tools and the environments, with their sessions: `tools` are functions, and an environment is its name or None, what messages call
-    it, and its class. `reply` takes each reply, on any thread."""
+    """The tools and the environments, with their sessions. `tools` are functions. An environment is a tuple of its name or None, what messages
+    call it, and its class. `reply` takes each reply, on any thread."""
 
     def __init__(self, tools, environments, limit, reply):
         self.tools, self.limit, self.reply, self.sessions, self.loop = tools, limit, reply, {}, None
@@ -401,11 +401,11 @@ class Worker:
         self.schemas = [schema_of(tool) for tool in self.tools]
 
     def report(self, error):
-        """Is told of each exception in the code of the user."""
+        """Is called with each exception in the user's code."""
         print_traceback(error)
 
     def failed(self, error):
-        """Is told of each exception that fails a request."""
+        """Is called with each exception that fails a request."""
 
     def known(self, files):
         """Returns the first reply."""
@@ -413,7 +413,7 @@ class Worker:
         return {"id": 0, "files": files, "tools": self.schemas, "environments": kinds}
 
     def stop(self):
-        """Ends the threads once they are through with their work."""
+        """Ends the threads once they have finished their jobs."""
         for place in (place for kind in self.kinds.values() for place in kind.places if place.jobs is not None):
             place.jobs.put(None)
         with LOCK:
@@ -431,7 +431,7 @@ class Worker:
             place.run(lambda: self.guarded(request, lambda: {"results": self.call(tools, request["calls"])}))
 
     def guarded(self, request, action):
-        """Runs a request, and returns what replies with its result or its failure."""
+        """Runs a request, and returns a function that replies with its result or its failure."""
         try:
             values = action()
         except Failure as failure:
@@ -449,9 +449,9 @@ class Worker:
             name = row.get("environment") if self.is_named else None
             if name not in self.kinds:
                 known = ", ".join(f"`{known}`" for known in self.kinds)
-                found = f"expected one of the environments {known} in the column `environment`, found {one_line(repr(name))}"
-                self.failed(Failure(found))
-                return self.reply({"id": request["id"], "error": found})
+                message = f"expected one of the environments {known} in the column `environment`, found {one_line(repr(name))}"
+                self.failed(Failure(message))
+                return self.reply({"id": request["id"], "error": message})
             kind = self.kinds[name]
             place = kind.take()
         self.sessions[request["open"]] = (place, kind, {})
@@ -493,7 +493,7 @@ class Worker:
         raise Failure(f"`{kind.path}.reset`: expected a text or None, found {type(prompt).__name__}")
 
     def call(self, tools, calls):
-        """Calls tools, and returns the results: of coroutines after the others."""
+        """Calls tools, and returns the results; those of coroutines come after the others."""
         results, waiting = [], []
         for call in calls:
             name = call["name"]
@@ -508,9 +508,9 @@ class Worker:
                 results.append(self.error(name, error))
         if waiting:
             names, started = zip(*waiting)
-            for name, found in zip(names, self.awaited(gathered(started))):
-                is_failed = isinstance(found, Exception)
-                results.append(self.error(name, found) if is_failed else self.result(name, found))
+            for name, value in zip(names, self.awaited(gathered(started))):
+                is_failed = isinstance(value, Exception)
+                results.append(self.error(name, value) if is_failed else self.result(name, value))
         return results
 
     def result(self, name, value):
@@ -521,14 +521,14 @@ class Worker:
         return {"name": name, "failed": True, **self.cut(str({"error": str(error)}))}
 
     def cut(self, text):
-        """Returns the beginning of a text, and its size in bytes. A surrogate alone is no text in JSON."""
+        """Returns the beginning of a text, and its size in bytes. Lone surrogates are replaced, since JSON in UTF-8 cannot have them."""
         whole = text.encode("utf-8", "replace")
         beginning = whole[: self.limit + 1] if len(whole) > self.limit else whole
         return {"content": beginning.decode("utf-8", "ignore"), "bytes": len(whole)}
 
     def awaited(self, coroutine):
         with LOCK:
-            # A coroutine that exits ends the thread.
+            # The thread has ended if a coroutine exited the interpreter.
             if self.loop is None or not self.loop.is_running():
                 self.loop, started = asyncio.new_event_loop(), threading.Event()
                 self.loop.call_soon(started.set)
@@ -565,15 +565,15 @@ class Worker:
         if reward is None:
             return None
         try:
-            found = float(reward) if not isinstance(reward, (str, bytes)) else math.nan
+            number = float(reward) if not isinstance(reward, (str, bytes)) else math.nan
         except Exception:
-            found = math.nan
-        if not math.isfinite(found):
+            number = math.nan
+        if not math.isfinite(number):
             raise Failure(f"`{kind.path}.get_reward`: expected a finite number or None, found {one_line(repr(reward))[:80]}")
-        return found
+        return number
 
 
-# Guards the replies, and the lists of free instances, which threads give back.
+# Guards the replies, and the lists of free instances, to which threads return theirs.
 LOCK = threading.RLock()
 
 
@@ -586,11 +586,11 @@ async def gathered(coroutines):
 
 
 def divided(tools):
-    """Divides tools into plain functions and coroutine functions, each by name; of two with one name the last counts."""
-    found = {"plain": {}, "coroutines": {}}
+    """Divides tools into plain functions and coroutine functions, each by name; of two tools with one name the last counts."""
+    by_kind = {"plain": {}, "coroutines": {}}
     for tool in tools:
-        found["coroutines" if inspect.iscoroutinefunction(tool) else "plain"][tool.__name__] = tool
-    return found
+        by_kind["coroutines" if inspect.iscoroutinefunction(tool) else "plain"][tool.__name__] = tool
+    return by_kind
 
 
 def take_pipes():
@@ -606,7 +606,7 @@ def take_pipes():
 
 
 def read_ahead(lines):
-    """Returns a queue of the lines, with None after the last. A call that still runs some seconds after it ends with the program."""
+    """Returns a queue of the lines, with None after the last. Some seconds after the last line the program ends, even if a call still runs."""
     read = queue.SimpleQueue()
 
     def run():
@@ -621,7 +621,7 @@ def read_ahead(lines):
 
 
 def relay(lines, replies, asked):
-    """Passes requests on to the process of the trainer, and its replies back; ends with the input."""
+    """Passes requests on to the trainer's process, and its replies back, until the input ends."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(os.environ["RLHF_DRIVER"])

@@ -1,8 +1,8 @@
-//! Addresses of reward services, as messages and files have them: without the parts that may be secret.
+//! Addresses of reward services for messages and files: without the parts that may be secret.
 
 use rlhf_hub::origin;
 
-/// Replaces the query of a service's URL in files, as it may contain secrets.
+/// Written to files instead of the query of a service's URL, which may contain secrets.
 pub(super) const LEFT_OUT: &str = "?...";
 
 /// Returns a URL without user, password and query, for messages and files.

@@ -19,7 +19,7 @@ const MAX_REPLY: u64 = 256 << 20;
 /// Maximum size of the body of an error whose message is shown, in bytes.
 const MAX_ERROR: u64 = 64 << 10;
 
-/// Maximum length of such a message, in characters.
+/// Maximum length of the message of an error that is shown, in characters.
 const SHOWN: usize = 200;
 
 /// Sends JSON to the address of a service.
@@ -118,23 +118,23 @@ impl Client {
         }
     }
 
-    /// Returns the failure for an HTTP status other than success, with the message that the `body` has.
+    /// Returns the failure for an HTTP status other than success, with the message in the `body`.
     fn status_failure(&self, status: StatusCode, wait: Option<Duration>, body: &str) -> Failure {
-        let told = message_of(body).map_or(String::new(), |message| format!(": {message}"));
-        let found = format!("{}: HTTP status {status}{told}", self.address());
+        let message = error_message(body).map_or(String::new(), |message| format!(": {message}"));
+        let problem = format!("{}: HTTP status {status}{message}", self.address());
         let variable = self.variable;
         match status.as_u16() {
-            408 | 429 | 500.. => Failure { retry_after: wait, ..Failure::new(found) },
+            408 | 429 | 500.. => Failure { retry_after: wait, ..Failure::new(problem) },
             401 | 403 if self.token.is_none() => {
-                Failure::permanent(format!("{found}; a token goes to the environment variable {variable}"))
+                Failure::permanent(format!("{problem}; a token goes to the environment variable {variable}"))
             }
-            401 | 403 => Failure::permanent(format!("{found}; the token of {variable} is not accepted")),
-            300..=399 => Failure::permanent(format!("{found}: it leads to another address, which is not followed")),
-            _ => Failure::permanent(found),
+            401 | 403 => Failure::permanent(format!("{problem}; the token of {variable} is not accepted")),
+            300..=399 => Failure::permanent(format!("{problem}: it leads to another address, which is not followed")),
+            _ => Failure::permanent(problem),
         }
     }
 
-    /// Removes the token, and what follows the ? of the address, from a text of the service.
+    /// Removes the token, and the part after the ? of the address, from a text of the service.
     pub(crate) fn clean(&self, text: &str) -> String {
         let query = self.url.split_once('?').map(|(_, query)| query).filter(|query| !query.is_empty());
         let secrets = self.token.as_deref().into_iter().chain(query);
@@ -142,12 +142,12 @@ impl Client {
     }
 }
 
-/// Returns the message of an error's body, shortened: `error.message`, `error`, `message` or `detail` of a JSON object, or a plain text.
-fn message_of(body: &str) -> Option<String> {
+/// Returns the message in the body of an error, shortened: `error.message`, `error`, `message` or `detail` of a JSON object, or a plain text.
+fn error_message(body: &str) -> Option<String> {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
     let text = match &parsed {
-        Some(found) => {
-            let places = [&found["error"]["message"], &found["error"], &found["message"], &found["detail"]];
+        Some(value) => {
+            let places = [&value["error"]["message"], &value["error"], &value["message"], &value["detail"]];
             places.into_iter().find_map(Value::as_str)?
         }
         // A page of a web server says no more than its status.
@@ -177,8 +177,8 @@ mod tests {
             (r#"{"detail": [{"loc": ["body"]}]}"#, None),
             ("", None),
         ] {
-            assert_eq!(message_of(body).as_deref(), message, "{body}");
+            assert_eq!(error_message(body).as_deref(), message, "{body}");
         }
-        assert!(message_of(&"x".repeat(10_000)).unwrap().chars().count() < 300);
+        assert!(error_message(&"x".repeat(10_000)).unwrap().chars().count() < 300);
     }
 }

@@ -1,9 +1,9 @@
-//! A reward that is an external program, or a function of Python in one, started once; it reads and writes JSON lines.
+//! A reward that is an external program, or a Python function run by a program. It is started once, and reads and writes JSON lines.
 
 use super::lines::{Lines, MAX_LINE};
 use super::printed::{Logged, Printed};
 use super::retry::{Failure, Retries, check, excerpt};
-use super::sources::{files_of_modules, program_files};
+use super::sources::{program_files, source_files};
 use super::{RetryPolicy, Reward, RewardInput, Score, TrainerState, Warn};
 use rlhf_base::dist::launch::VARIABLES;
 use rlhf_base::process::{has_exited, loaded, loader, python, python_hint};
@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The program that calls a function of Python.
+/// The program that calls a Python function.
 const FUNCTION: &str = include_str!("function.py");
 /// The environment variable with the driver's socket, which the bridge to its functions needs.
 pub(crate) const DRIVER: &str = "RLHF_DRIVER";
@@ -31,11 +31,11 @@ pub(crate) const MAX_STDERR_LINE: usize = 4096;
 pub(crate) const STDERR_LINES: usize = 5;
 /// Interval at which a program without output is checked for its exit.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Least wait for an extra output line after the last score of a batch.
+/// Shortest wait for an extra output line after the last score of a batch.
 const EXTRA_LINE_WAIT: Duration = Duration::from_millis(5);
-/// Most wait for one.
+/// Longest wait for such a line.
 const MAX_EXTRA_LINE_WAIT: Duration = Duration::from_millis(500);
-/// Most wait for the last lines of a program whose input has been closed.
+/// Longest wait for the last lines of a program whose input has been closed.
 const MAX_END_WAIT: Duration = Duration::from_secs(10);
 /// Maximum wait for the exit of a program whose input has been closed.
 pub(crate) const EXIT_WAIT: Duration = Duration::from_millis(500);
@@ -48,16 +48,16 @@ pub(crate) const EXIT_WAIT: Duration = Duration::from_millis(500);
 /// with `{"error": "why", "retry": false}` one that another attempt would have too. It is restarted after a failure. It should exit at the
 /// end of its standard input, and is killed if it does not.
 ///
-/// Each object has an `id`. A program that repeats it in its lines, `{"score": x, "id": n}`, may write those of a batch in any order, and a
-/// line too many cannot shift its scores. Without ids a line too many is an error when it comes with the scores of its batch, when the
+/// Each object has an `id`. A program that repeats it in its lines, `{"score": x, "id": n}`, may write the lines of a batch in any order, and an
+/// extra line cannot shift its scores. Without ids an extra line is an error when it comes with the scores of its batch, when the
 /// next batch is sent, or at [`Reward::finish`].
 pub struct CommandReward {
     program: RestartedProgram,
     retry: RetryPolicy,
     retries: Retries,
-    /// State of the run, for a function of Python.
+    /// State of the run, for a Python function.
     state: Option<TrainerState>,
-    /// Metrics and columns that a function of Python has logged for the last batch.
+    /// Metrics and columns that a Python function has logged for the last batch.
     logged: Logged,
 }
 
@@ -85,7 +85,7 @@ impl CommandReward {
         Self::of(RestartedProgram::new(command), retry)
     }
 
-    /// Creates the reward of a function of Python, `module.function`, without importing it. The Python is that of `RLHF_PYTHON`, or
+    /// Creates the reward of the Python function `module.function`, without importing it. The Python program is `RLHF_PYTHON`, or
     /// `python3`; the working directory is on its path.
     ///
     /// The function is called as by TRL's `GRPOTrainer`: `f(prompts=..., completions=..., completion_ids=..., **columns)` with a list
@@ -100,7 +100,7 @@ impl CommandReward {
         Self { program, retry, retries: Retries::default(), state: None, logged: Logged::default() }
     }
 
-    /// Starts the program unless it is running, so that it initializes while something else is done. Waits until a function of Python
+    /// Starts the program unless it is running, so that it initializes while something else is done. Waits until a Python function
     /// is imported.
     ///
     /// # Errors
@@ -147,12 +147,12 @@ impl Reward for CommandReward {
         self.program.printed.show_by(Arc::new(move |line: &str| print(&format!("{name}: {line}"))));
     }
 
-    /// The scripts that a program's command line names, or the modules of a function, with the modules beside them that they import.
+    /// The scripts that a program's command line names, or the modules of a function, with the modules next to them that they import.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         match &self.program.source {
             Source::Shell(line) => program_files(line),
             Source::Python(_) => {
-                files_of_modules(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
+                source_files(self.program.running.as_ref().map_or(&[][..], |running| running.modules.as_slice()))
             }
         }
     }
@@ -166,13 +166,13 @@ impl Reward for CommandReward {
     }
 }
 
-/// A program that is started when it is called first, and again after a failure.
+/// A program that is started at its first call, and again after a failure.
 pub(crate) struct RestartedProgram {
     source: Source,
     running: Option<Program>,
-    /// Lines that a function of Python prints.
+    /// Lines that a Python function prints.
     printed: Printed,
-    /// The failure after which no line can be attributed, if there was one.
+    /// The failure that makes it unknown which request a line belongs to, if there was one.
     misplaced: Option<String>,
 }
 
@@ -180,7 +180,7 @@ pub(crate) struct RestartedProgram {
 enum Source {
     /// A command line for `sh -c`.
     Shell(String),
-    /// A function of Python, `module.function`, for [`FUNCTION`].
+    /// A Python function, `module.function`, for [`FUNCTION`].
     Python(String),
 }
 
@@ -194,7 +194,7 @@ impl RestartedProgram {
         Self { source, running: None, printed: Printed::default(), misplaced: None }
     }
 
-    /// Returns whether this is a function of Python.
+    /// Returns whether this is a Python function.
     fn is_python(&self) -> bool {
         matches!(self.source, Source::Python(_))
     }
@@ -203,7 +203,7 @@ impl RestartedProgram {
     fn start(&mut self) -> Result<&mut Program, Failure> {
         match &mut self.running {
             Some(running) => Ok(running),
-            none => {
+            slot => {
                 let wrong = |e| match &self.source {
                     // The command line may hold a key.
                     Source::Shell(_) => Failure::permanent(format!("the program cannot be started by sh: {e}")),
@@ -211,13 +211,13 @@ impl RestartedProgram {
                         Failure::permanent(format!("{} cannot be started: {e}{}", python(), python_hint()))
                     }
                 };
-                Ok(none.insert(Program::start(&self.source, &self.printed).map_err(wrong)?))
+                Ok(slot.insert(Program::start(&self.source, &self.printed).map_err(wrong)?))
             }
         }
     }
 
-    /// Calls `ask` with the running program. A failure ends the program, and is returned with the end of its standard error. After a line
-    /// too many that came late, every call fails: lines before it may be those of other rows, which another attempt would not mend.
+    /// Calls `ask` with the running program. A failure ends the program, and is returned with the end of its standard error. After an extra
+    /// line that came late, every call fails: earlier lines may belong to other rows, which another attempt would not correct.
     pub(crate) fn call<T>(&mut self, ask: impl FnOnce(&mut Program) -> Result<T, Failure>) -> Result<T, Failure> {
         if let Some(message) = &self.misplaced {
             return Err(Failure::permanent(message.clone()));
@@ -228,7 +228,7 @@ impl RestartedProgram {
     /// Ends the program after a failure.
     fn failed(&mut self, failure: Failure) -> Failure {
         let failure = match self.running.take() {
-            // Its next line could not be attributed to a row.
+            // It would not be known which row its next line belongs to.
             Some(mut running) => running.explain(failure),
             None => failure,
         };
@@ -241,7 +241,7 @@ impl RestartedProgram {
     /// Closes the input of the program, and reads its output to the end.
     ///
     /// # Errors
-    /// If there is a line for which `is_reply` is true: one too many.
+    /// If there is a line for which `is_reply` is true: an extra line.
     pub(crate) fn finish(&mut self, is_reply: impl Fn(&[u8]) -> bool) -> Result<(), Failure> {
         if let Some(message) = &self.misplaced {
             return Err(Failure::permanent(message.clone()));
@@ -252,7 +252,7 @@ impl RestartedProgram {
         Ok(())
     }
 
-    /// Whether a line too many has come late, after which every call fails.
+    /// Whether an extra line has come late, after which every call fails.
     pub(crate) fn is_misplaced(&self) -> bool {
         self.misplaced.is_some()
     }
@@ -271,27 +271,27 @@ pub(crate) struct Program {
     to_child: Option<Sender<Vec<u8>>>,
     /// Output lines.
     lines: Lines,
-    /// Last lines of its standard error.
+    /// Last lines of standard error.
     stderr_tail: Arc<Mutex<VecDeque<String>>>,
-    /// Disconnected at the end of its standard error.
+    /// Disconnected at the end of standard error.
     stderr_end: Receiver<()>,
-    /// True if its output ended before all scores were read.
+    /// Whether the output ended before all scores were read.
     output_ended: bool,
-    /// True for a function of Python.
+    /// Whether this is a Python function.
     is_python: bool,
-    /// True until it is imported.
+    /// Whether the function is not yet imported.
     is_importing: bool,
-    /// Lines that a function of Python prints.
+    /// Lines that a Python function prints.
     printed: Printed,
-    /// Metrics and columns that it has logged.
+    /// Metrics and columns that the function has logged.
     logged: Logged,
-    /// The files of the modules of a function of Python, once it is imported.
+    /// The files of the modules of a Python function, once it is imported.
     modules: Vec<String>,
     /// Number of requests sent so far; the `id` of the last response.
     asked: u64,
-    /// Whether its replies have the id of their request; none before the first.
+    /// Whether replies have the id of their request; `None` before the first reply.
     echoes: Option<bool>,
-    /// The longest wait for a reply, but for the first one: of the last batch, or of all pairs of a judge.
+    /// The longest wait for a reply, not counting the first one: of the last batch, or of all pairs of a judge.
     longest_wait: Duration,
 }
 
@@ -306,7 +306,7 @@ impl Program {
             }
         };
         let mut command = Command::new(program);
-        // It may be `rlhf score`, which is no rank and has no driver.
+        // The program may be `rlhf score`, which must not see itself as a rank or with a driver.
         for name in VARIABLES {
             command.env_remove(name);
         }
@@ -364,13 +364,13 @@ impl Program {
             logged: Logged::default(),
             modules: Vec::new(),
             asked: 0,
-            // Its program is part of this one.
+            // The program of a Python function is part of rlhf and always repeats the id.
             echoes: is_python.then_some(true),
             longest_wait: Duration::ZERO,
         })
     }
 
-    /// Waits until a function of Python is imported.
+    /// Waits until a Python function is imported.
     fn wait_until_ready(&mut self, timeout: Duration) -> Result<(), Failure> {
         if !std::mem::take(&mut self.is_importing) {
             return Ok(());
@@ -402,7 +402,7 @@ impl Program {
     /// Sends one line, and returns the next output line.
     ///
     /// # Errors
-    /// If there is none within `timeout`, it is too long, or the program has exited or has written another line before or after it.
+    /// If there is no line within `timeout`, it is too long, or the program has exited or has written another line before or after it.
     pub(crate) fn ask(&mut self, mut line: Vec<u8>, timeout: Duration) -> Result<Vec<u8>, Failure> {
         self.check_silent()?;
         self.asked += 1;
@@ -422,7 +422,8 @@ impl Program {
             // An extra line usually comes with the reply.
             Ok(line) => match self.lines.next(EXTRA_LINE_WAIT) {
                 Ok(extra) => {
-                    let (line, extra) = (shown(&line), shown(&extra));
+                    let line = shown(&line);
+                    let extra = shown(&extra);
                     Err(Failure::new(format!("expected one line on standard output, found two: {line} and {extra}")))
                 }
                 Err(_) => Ok(line),
@@ -435,24 +436,24 @@ impl Program {
         }
     }
 
-    /// Sends the state of the run to a function of Python.
+    /// Sends the state of the run to a Python function.
     fn tell(&mut self, state: &TrainerState) {
         if let Some(to_child) = &self.to_child {
             let _ = to_child.send(format!("{}\n", json!({"trainer_state": state})).into_bytes());
         }
     }
 
-    /// Checks that no output waits, all of which belongs to earlier requests.
+    /// Checks that no output waits: it would belong to earlier requests.
     fn check_silent(&mut self) -> Result<(), Failure> {
         match self.lines.waiting() {
             None => Ok(()),
-            // It has replied to nothing yet.
+            // Before the first request there is nothing to reply to, so earlier replies are not affected.
             Some(line) if self.asked == 0 => Err(extra_line(&line)),
             Some(line) => Err(self.late_line(&line)),
         }
     }
 
-    /// Returns the failure for a line too many that was found after its batch.
+    /// Returns the failure for an extra line that was found after its batch.
     fn late_line(&self, line: &[u8]) -> Failure {
         let hint = match self.echoes {
             Some(true) => "",
@@ -468,10 +469,12 @@ impl Program {
     fn score(&mut self, batch: &[RewardInput<'_>], timeout: Duration) -> Result<Vec<Score>, Failure> {
         self.wait_until_ready(timeout)?;
         self.check_silent()?;
-        let (first, mut bytes) = (self.asked + 1, Vec::new());
+        let first = self.asked + 1;
+        let mut bytes = Vec::new();
         for (at, input) in batch.iter().enumerate() {
             let RewardInput { prompt, response, prompt_ids, response_ids, row, .. } = *input;
-            let (finish_reason, left) = (input.finish_reason(), batch.len() - at - 1);
+            let finish_reason = input.finish_reason();
+            let left = batch.len() - at - 1;
             let id = first + at as u64;
             let messages = input.episode.map(|episode| episode.messages.as_slice());
             let line = Line { id, prompt, response, prompt_ids, response_ids, finish_reason, row, messages, left };
@@ -498,7 +501,7 @@ impl Program {
         }
         let scores: Vec<Score> = scores.into_iter().flatten().collect();
         check(&scores, batch)?;
-        // An extra line usually comes with the others, or after one more interval. If it is later, the next batch or the end detects it.
+        // An extra line usually comes with the others, or after one more interval. If it comes later, the next batch or the end detects it.
         let wait = if self.echoes == Some(true) { Duration::ZERO } else { self.longest_wait * 2 };
         match self.lines.next(wait.clamp(EXTRA_LINE_WAIT, MAX_EXTRA_LINE_WAIT)) {
             Ok(line) => Err(extra_line(&line)),
@@ -506,8 +509,8 @@ impl Program {
         }
     }
 
-    /// Reads the next score of a batch of `len`, of which `count` are read; `first` is the id of its first response. Returns the row that
-    /// it belongs to: that of its id, or else the next one.
+    /// Reads the next score of a batch of `len` scores, of which `count` are already read; `first` is the id of the first response. Returns the
+    /// row of the score as well: the row of its id, or without an id the next one.
     fn read_score(
         &mut self,
         count: usize,
@@ -515,7 +518,7 @@ impl Program {
         first: u64,
         timeout: Duration,
     ) -> Result<(usize, Score), Failure> {
-        let found = match self.next_line(timeout) {
+        let problem = match self.next_line(timeout) {
             Ok(line) if line.len() > MAX_LINE => {
                 Err(format!("expected a line of at most {MAX_LINE} bytes, found a longer one"))
             }
@@ -524,7 +527,9 @@ impl Program {
                     Some(failure) => return Err(failure),
                     None => Err(message),
                 },
-                Ok((score, id)) => return self.row_of(id.as_ref(), count, len, first, &line).map(|row| (row, score)),
+                Ok((score, id)) => {
+                    return self.score_row(id.as_ref(), count, len, first, &line).map(|row| (row, score));
+                }
             },
             Err(RecvTimeoutError::Timeout) => Err(format!("no score within {} s", timeout.as_secs_f64())),
             Err(RecvTimeoutError::Disconnected) => {
@@ -532,11 +537,11 @@ impl Program {
                 Err(format!("the program exited after {count} of {len} scores"))
             }
         };
-        found.map_err(|message| Failure::at(count, message))
+        problem.map_err(|message| Failure::at(count, message))
     }
 
     /// Returns the row of a score with this `id`, whose line is `line`.
-    fn row_of(
+    fn score_row(
         &mut self,
         id: Option<&Value>,
         count: usize,
@@ -565,11 +570,11 @@ impl Program {
         self.to_child = None;
         let until = Instant::now() + (self.longest_wait * 2).clamp(EXIT_WAIT, MAX_END_WAIT);
         while let Ok(line) = self.next_line(until.saturating_duration_since(Instant::now())) {
-            // A program may write some last words.
+            // A program may write some last words, which are no replies.
             if self.asked > 0 && is_reply(&line) {
                 return Err(self.late_line(&line));
             }
-            // Some write without end.
+            // Some programs write without end.
             if Instant::now() >= until {
                 break;
             }
@@ -593,9 +598,9 @@ impl Program {
                         exited.get_or_insert_with(Instant::now);
                     }
                 }
-                // A program of the user's has no such lines.
+                // Only the program of a Python function writes such lines, not a user's program.
                 Ok(line) if self.is_python && self.logged.takes(&line) => {}
-                found => return found,
+                result => return result,
             }
         }
     }
@@ -647,13 +652,13 @@ impl Drop for Program {
         self.wait();
         self.kill();
         if self.is_python {
-            // Its last lines are shown before what follows.
+            // Waits so that the last lines are shown before anything that follows.
             let _ = self.stderr_end.recv_timeout(EXIT_WAIT);
         }
     }
 }
 
-/// Returns the failure for an output line that belongs to no input line.
+/// Returns the failure for an output line that belongs to no request.
 fn extra_line(line: &[u8]) -> Failure {
     let found = shown(line);
     Failure::new(format!("expected one line per request on standard output, found an extra line: {found}"))
@@ -666,16 +671,17 @@ fn shown(line: &[u8]) -> String {
 
 /// Calls `take` with every line that is not blank, until the end of input or until `take` returns false. A line of more than
 /// `max_len` bytes is truncated to `max_len + 1` bytes, and the rest is skipped.
-pub(crate) fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
-    let mut from = BufReader::new(from);
+pub(crate) fn read_lines(input: impl Read, max_len: usize, mut take: impl FnMut(Vec<u8>) -> bool) {
+    let mut input = BufReader::new(input);
     let mut skipping = false;
     loop {
         let mut line = Vec::new();
-        match from.by_ref().take(max_len as u64 + 1).read_until(b'\n', &mut line) {
+        match input.by_ref().take(max_len as u64 + 1).read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
         }
-        let (rest, ends) = (skipping, line.ends_with(b"\n"));
+        let rest = skipping;
+        let ends = line.ends_with(b"\n");
         skipping = !ends && line.len() > max_len;
         if ends {
             line.pop();
@@ -686,7 +692,7 @@ pub(crate) fn read_lines(from: impl Read, max_len: usize, mut take: impl FnMut(V
     }
 }
 
-/// Returns the failure that a line reports in place of a score: `{"error": "why"}`, with the `row` of the batch if one is known, and with
+/// Returns the failure that a line reports instead of a score: `{"error": "why"}`, with the `row` of the batch if one is known, and with
 /// `retry` false if another attempt would fail too.
 fn reported(line: &[u8]) -> Option<Failure> {
     let value: Value = serde_json::from_slice(line).ok()?;
@@ -696,7 +702,7 @@ fn reported(line: &[u8]) -> Option<Failure> {
     Some(Failure { row, retryable, ..Failure::new(beginning(&message, 600)) })
 }
 
-/// Returns the files of the modules, if a line says that a function of Python is imported: `{"ready": ["path", ...]}`.
+/// Returns the files of the modules, if a line says that a Python function is imported: `{"ready": ["path", ...]}`.
 fn ready(line: &[u8]) -> Option<Vec<String>> {
     let value: Value = serde_json::from_slice(line).ok()?;
     let files = value.as_object().filter(|line| line.len() == 1)?.get("ready")?.as_array()?;

@@ -1,9 +1,9 @@
-"""Calls a reward function of Python for rlhf, with the arguments that TRL's GRPOTrainer passes.
+"""Calls a Python reward function for rlhf, with the arguments that TRL's GRPOTrainer passes.
 
-rlhf starts this program once per function, with the Python of the user, and writes JSON lines to its standard input: first the path of
+rlhf starts this program once per function, with the user's Python, and writes JSON lines to its standard input: first the path of
 the function, `module.function`, then one object per response, and between batches the state of the run. The function is called with whole
-batches, on the main thread. Each response has one line of what was the standard output of this program, with the `id` of its request, after
-lines with what the function logs; the function's own output goes to standard error, where rlhf shows it.
+batches, on the main thread. The replies go to what was the standard output of this program: lines with what the function logs, then one line
+per response, with the `id` of its request. The function's own output goes to standard error, where rlhf shows it.
 """
 
 import sys
@@ -22,19 +22,19 @@ import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 
-# Seconds that a call has to end in after the input has ended.
+# Seconds that a call may still run after the input has ended.
 LEFT_AFTER_INPUT = 5
 
-# The process that replies. A child that the function forks, and that returns from it too, must not.
+# The process that replies. If the function forks and its child returns from it too, the child must not reply.
 PROCESS = os.getpid()
 
-# Columns of a row that are arguments under another name.
-OWN = ("prompt", "completion", "completion_ids")
+# Columns of a row that the function gets under another name.
+RENAMED = ("prompt", "completion", "completion_ids")
 
 # Maximum length of a logged column in characters of JSON.
 LONGEST_COLUMN = 1 << 20
 
-# Exceptions that another call would raise again, wherever their classes are defined; errors of connections are not among them.
+# Exceptions that another call would raise again, wherever their classes are defined; connection errors are not among them.
 LASTING = (
     ArithmeticError,
     AssertionError,
@@ -63,7 +63,7 @@ class Failure(Exception):
 
 
 class TrainerState:
-    """The state of the run in the fields of transformers' TrainerState, as far as they are known outside of a trainer."""
+    """The state of the run in the fields of transformers' TrainerState, as far as it is known outside of a trainer."""
 
     def __init__(self, known=()):
         self.global_step = self.max_steps = self.num_train_epochs = self.num_input_tokens_seen = 0
@@ -96,17 +96,17 @@ def load(path):
     module, _, name = path.rpartition(".")
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise Failure(f"no module `{error.name}` in {os.getcwd()}, nor among the packages of {sys.executable}")
         raise Failure(f"cannot import `{module}`: {described(error, None)}")
     except BaseException as error:
         raise Failure(f"cannot import `{module}`: {described(error, None)}")
-    place = getattr(found, "__file__", None)
-    if not hasattr(found, name):
+    place = getattr(imported, "__file__", None)
+    if not hasattr(imported, name):
         raise Failure(f"the module `{module}` ({shown(place)}) has no function `{name}`")
-    function = getattr(found, name)
+    function = getattr(imported, name)
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else f"of the type {type(function).__name__}"
         raise Failure(f"`{name}` of the module `{module}` ({shown(place)}) is {kind}: expected a function")
@@ -114,16 +114,17 @@ def load(path):
 
 
 def modules(path):
-    """Returns the files of the imported modules that are in the working directory, and that of the function's module."""
-    here, own = os.path.join(os.getcwd(), ""), path.rpartition(".")[0]
-    found = set()
+    """Returns the files of the imported modules that are in the working directory, and the file of the function's module."""
+    here = os.path.join(os.getcwd(), "")
+    function_module = path.rpartition(".")[0]
+    files = set()
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None)
         # A virtual environment may be in the working directory.
         is_mine = isinstance(place, str) and place.startswith(here) and "site-packages" not in place
-        if isinstance(place, str) and (name == own or is_mine):
-            found.add(shown(place))
-    return sorted(found)
+        if isinstance(place, str) and (name == function_module or is_mine):
+            files.add(shown(place))
+    return sorted(files)
 
 
 def shown(place):
@@ -135,23 +136,23 @@ def shown(place):
 
 
 def described(error, home):
-    """Returns an exception with its place in one line: its last place in the file `home`, or else in any file."""
+    """Describes an exception in one line, with its last place in the file `home`, or else in any file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({shown(error.filename)}:{error.lineno})"
     kind, text = type(error).__name__, " ".join(str(error).split())[:400]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     frames = [frame for frame in frames if frame.filename == home] or frames
     place = f" ({shown(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{kind}: {text}{place}" if text else f"{kind}{place}"
 
 
-def is_theirs(file):
-    """Returns whether a file of a traceback is neither this program nor a part of the import."""
+def is_user_code(file):
+    """Returns whether a file of a traceback belongs neither to this program nor to the import machinery."""
     return file != load.__code__.co_filename and not file.startswith("<frozen importlib") and file != importlib.__file__
 
 
-def prompt_of(line):
-    """Returns the prompt as the row has it: a list of messages, or else a text."""
+def row_prompt(line):
+    """Returns the row's prompt if it is a list of messages, or else the prompt's text."""
     row = line["row"]
     prompt = row.get("prompt")
     prompt = row.get("query") if prompt is None else prompt
@@ -160,17 +161,17 @@ def prompt_of(line):
 
 
 def arguments(batch):
-    """Returns the arguments of a call. A row without a column that another one has is None there."""
-    columns = list(dict.fromkeys(name for line in batch for name in line["row"] if name not in OWN))
+    """Returns the arguments of a call. If a row lacks a column that another row has, its value there is None."""
+    columns = list(dict.fromkeys(name for line in batch for name in line["row"] if name not in RENAMED))
     named = {name: [line["row"].get(name) for line in batch] for name in columns}
-    prompts, completions = [prompt_of(line) for line in batch], []
+    prompts, completions = [row_prompt(line) for line in batch], []
     for prompt, line in zip(prompts, batch):
         text = line["response"]
         if "messages" in line:
-            # Turns with calls, and the results of tools.
+            # Turns with tool calls and their results.
             text = line["messages"]
         elif isinstance(prompt, list):
-            # A response that continues the assistant's message is one message with it, as in TRL.
+            # A response that continues the assistant's message forms one message with it, as in TRL.
             begun = prompt[-1].get("content") if prompt and prompt[-1].get("role") == "assistant" else None
             text = [{"role": "assistant", "content": (begun if isinstance(begun, str) else "") + text}]
         completions.append(text)
@@ -179,27 +180,27 @@ def arguments(batch):
 
 
 def is_reported(error):
-    """Returns whether an exception is that of a function in another process, which reports it: the bridge of rlhf's Python package."""
+    """Returns whether the function runs in another process that reports the exception itself, through the bridge of rlhf's Python package."""
     return getattr(error, "__rlhf_quiet__", False)
 
 
 def may_succeed(error):
-    """Returns whether another call may succeed: after an error of a connection or of a package, not after one of the function itself."""
+    """Returns whether another call may succeed: after an error of a connection or a package, but not after an error of the function itself."""
     if is_reported(error):
         return False
     if isinstance(error, json.JSONDecodeError):
-        return True  # Of a reply, most often.
+        return True  # Most often the reply of a service is broken.
     if isinstance(error, LASTING):
         return isinstance(error, OSError) and not isinstance(error, LASTING[-5:])
     return isinstance(error, OSError) or type(error).__module__ != "builtins"
 
 
 def print_traceback(error):
-    """Prints the traceback of an exception, without the places of this program."""
+    """Prints the traceback of an exception, without the frames of this program."""
     whole = traceback.TracebackException(type(error), error, error.__traceback__)
     part = whole
     while part is not None:
-        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if is_theirs(frame.filename)])
+        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if is_user_code(frame.filename)])
         part = part.__cause__ or part.__context__
     print("".join(whole.format()), file=sys.stderr, end="", flush=True)
 
@@ -217,7 +218,7 @@ class Log:
         self.columns.setdefault(str(column), []).extend(values)
 
     def lines(self, rows):
-        """Yields them as objects of JSON, for a batch of `rows` responses."""
+        """Yields the metrics and columns as JSON objects, for a batch of `rows` responses."""
         for name, value in self.metrics:
             yield {"log_metric": name, "value": value if math.isfinite(value) else None}
         for column, values in self.columns.items():
@@ -231,7 +232,7 @@ class Log:
 
 
 def plain(value):
-    """Returns a value as JSON has it, or else its text."""
+    """Returns a value as JSON can write it, or else its text."""
     try:
         value = value.item() if hasattr(value, "item") else value
         return json.loads(json.dumps(value, allow_nan=False))
@@ -265,23 +266,23 @@ class Caller:
     def scores(self, batch):
         """Returns a number or None for each response."""
         log = self.log = Log()
-        own = {"trainer_state": self.state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+        extra = {"trainer_state": self.state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         try:
-            result = self.function(**{**arguments(batch), **accepted(self.function, own)})
+            result = self.function(**{**arguments(batch), **accepted(self.function, extra)})
             if inspect.isawaitable(result):
                 result = self.awaited(result)
             is_list = not isinstance(result, (str, bytes, dict))
-            found = list(result) if is_list and hasattr(result, "__iter__") else None
+            scores = list(result) if is_list and hasattr(result, "__iter__") else None
         except BaseException as error:
             if is_reported(error):
                 raise Failure(str(error))
             print_traceback(error)
             raise Failure(described(error, self.home), retry=may_succeed(error))
-        if found is None:
+        if scores is None:
             raise Failure(f"expected a list with one score per response, found {brief(result)}")
-        if len(found) != len(batch):
-            raise Failure(f"expected {len(batch)} scores, one per response, found {len(found)}")
-        return [number(score, row) for row, score in enumerate(found)]
+        if len(scores) != len(batch):
+            raise Failure(f"expected {len(batch)} scores, one per response, found {len(scores)}")
+        return [number(score, row) for row, score in enumerate(scores)]
 
     def awaited(self, result):
         async def wait():
@@ -294,18 +295,18 @@ class Caller:
 
 
 def number(score, row):
-    """Returns a score as a float: of a number of Python, of NumPy or of torch."""
+    """Returns a score as a float; it may be a number of Python, NumPy or torch."""
     if score is None:
         return None
     try:
         if isinstance(score, (str, bytes)):
             raise TypeError
-        found = float(score)
+        value = float(score)
     except Exception:
         raise Failure(f"expected a number or None, found {brief(score)}", row)
-    if not math.isfinite(found):
-        raise Failure(f"expected a finite score, found {found}", row)
-    return found
+    if not math.isfinite(value):
+        raise Failure(f"expected a finite score, found {value}", row)
+    return value
 
 
 def brief(value):
@@ -317,8 +318,8 @@ def brief(value):
 
 
 def read_ahead(lines):
-    """Returns a queue of the lines, with None after the last. A call that still runs some seconds after it ends with the program: rlhf,
-    which would read its scores, may have been killed."""
+    """Returns a queue of the lines, with None after the last. Some seconds after the last line the program ends, even if a call still runs:
+    rlhf, which would read its scores, may have been killed."""
     read = queue.SimpleQueue()
 
     def run():

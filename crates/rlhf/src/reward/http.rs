@@ -108,7 +108,7 @@ impl HttpReward {
             value => value.as_f64().map(Score::Response),
         };
         let Some(rewards) = value["rewards"].as_array() else {
-            // Remove the token before truncating: a token that is cut in two would not be found.
+            // The token is removed before the text is truncated: a token that is cut in two would not be recognized.
             let found = excerpt(&self.client.clean(text), 80);
             return Err(self.client.failure(format!("expected a JSON object with a list `rewards`, found {found}")));
         };
@@ -163,16 +163,16 @@ impl Reward for HttpReward {
         let mut scores = Vec::with_capacity(batch.len());
         let mut logs: BTreeMap<String, (f64, f64)> = BTreeMap::new();
         for (at, reply) in replies.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            let Reply { scores: found, extra } = reply.map_err(|failure| {
+            let Reply { scores: part_scores, extra } = reply.map_err(|failure| {
                 let row = failure.row.map(|row| at * this.settings.batch_size.max(1) + row);
                 Failure { row, ..failure }.error(batch)
             })?;
             for (key, value) in extra {
                 let (sum, count) = logs.entry(key).or_default();
-                *sum += value * found.len() as f64;
-                *count += found.len() as f64;
+                *sum += value * part_scores.len() as f64;
+                *count += part_scores.len() as f64;
             }
-            scores.extend(found);
+            scores.extend(part_scores);
         }
         self.extra = logs.into_iter().map(|(key, (sum, count))| (key, sum / count)).collect();
         self.extra.extend(self.retries.metric());

@@ -1,4 +1,4 @@
-//! The output lines of a program, which are read where they are needed: what waits in its pipe is seen.
+//! The output lines of a program. They are read when they are needed, so that output that still waits in the pipe is noticed.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 /// Maximum length of a line in bytes, far above any real one.
 pub(super) const MAX_LINE: usize = 4 << 20;
 
-/// Bytes of a read.
+/// Number of bytes that are read at once.
 const CHUNK: usize = 64 << 10;
 
 /// The lines of a program's standard output that are not blank. A line of more than [`MAX_LINE`] bytes is truncated to one byte more,
-/// and the rest is skipped. The memory is bounded by that: what a program writes beyond it waits in the pipe.
+/// and the rest is skipped. This bounds the memory: output beyond it waits in the pipe.
 pub(super) struct Lines {
-    from: ChildStdout,
+    stdout: ChildStdout,
     /// Bytes that belong to no line yet.
     read: Vec<u8>,
     /// Number of bytes of `read` without an end of line.
@@ -27,8 +27,8 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    pub(super) fn new(from: ChildStdout) -> Self {
-        Self { from, read: Vec::new(), searched: 0, skips: false, ended: false }
+    pub(super) fn new(stdout: ChildStdout) -> Self {
+        Self { stdout, read: Vec::new(), searched: 0, skips: false, ended: false }
     }
 
     /// Returns the next line.
@@ -51,7 +51,7 @@ impl Lines {
         }
     }
 
-    /// Returns the output that waits, if there is any: a line, or the beginning of one.
+    /// Returns the waiting output, if there is any: a line, or the beginning of one.
     pub(super) fn waiting(&mut self) -> Option<Vec<u8>> {
         match self.next(Duration::ZERO) {
             Ok(line) => Some(line),
@@ -62,10 +62,10 @@ impl Lines {
     /// Returns whether a read would not wait, within `timeout`.
     fn is_readable(&self, timeout: Duration) -> bool {
         let Ok(timeout) = Timespec::try_from(timeout) else { return true };
-        let mut polled = [PollFd::new(&self.from, PollFlags::IN)];
+        let mut polled = [PollFd::new(&self.stdout, PollFlags::IN)];
         match poll(&mut polled, Some(&timeout)) {
             Ok(count) => count > 0,
-            // A signal; the caller asks again where there is time left.
+            // A signal interrupted the wait; the caller asks again if there is time left.
             Err(Errno::INTR) => false,
             Err(_) => true,
         }
@@ -74,7 +74,7 @@ impl Lines {
     fn fill(&mut self) {
         let before = self.read.len();
         self.read.resize(before + CHUNK, 0);
-        let count = match self.from.read(&mut self.read[before..]) {
+        let count = match self.stdout.read(&mut self.read[before..]) {
             Ok(count) => count,
             Err(error) if error.kind() == ErrorKind::Interrupted => {
                 self.read.truncate(before);

@@ -16,17 +16,17 @@ pub struct RewardModel {
     dir: PathBuf,
     batch_size: usize,
     /// The model's tokenizer, if it differs from the policy's.
-    own: Option<OwnTokenizer>,
+    other: Option<OtherTokenizer>,
     /// Whether prompt and response are two segments.
     reads_pairs: bool,
 }
 
 /// The tokenizer of a reward model that differs from the policy's.
 #[derive(Debug)]
-struct OwnTokenizer {
+struct OtherTokenizer {
     tokenizer: Tokenizer,
     policy: Tokenizer,
-    /// True if its token ids differ; otherwise only its chat template does.
+    /// Whether its token ids differ; otherwise only its chat template does.
     other_ids: bool,
 }
 
@@ -37,12 +37,11 @@ impl RewardModel {
     /// A decoder with the policy's tokenizer, or without one, reads the policy's token ids. With another tokenizer, and for
     /// every encoder, the model reads the decoded text without special tokens; a text longer than its context is truncated on
     /// the left. If the prompt is a conversation and the model has its own chat template, that template renders prompt and
-    /// response. For the policy of an encoder-decoder every reward model reads text: the prompt's, with the response's behind it. `label`
-    /// is passed to [`SequenceClassifier::choose_label`], `new_head` to
-    /// [`SequenceClassifier::from_pretrained`].
+    /// response. If the policy is an encoder-decoder every reward model reads text: the prompt's text followed by the response's. `label`
+    /// is passed to [`SequenceClassifier::choose_label`], `new_head` to [`SequenceClassifier::from_pretrained`].
     ///
     /// # Errors
-    /// As these two; if an encoder has no tokenizer, or a tokenizer does not fit its model.
+    /// The errors of these two; if an encoder has no tokenizer, or a tokenizer does not fit its model.
     pub fn from_pretrained(
         dir: &Path,
         label: Option<&str>,
@@ -54,7 +53,7 @@ impl RewardModel {
         let mut model = SequenceClassifier::from_pretrained(dir, new_head, options)?;
         model.choose_label(label, dir)?;
         model.hold_as_computed();
-        let mut own = None;
+        let mut other = None;
         let whole = reads_whole(&model);
         if Tokenizer::is_in(dir)? || whole || policy.is_of_encoder_decoder() {
             let mut tokenizer = policy.beside(dir)?;
@@ -63,13 +62,13 @@ impl RewardModel {
             let other_ids = apart || whole || policy.difference(&tokenizer) > 0;
             if other_ids || tokenizer.has_other_chat_template(policy) {
                 tokenizer.check_fits(model.config(), dir)?;
-                // One token less for decoders, which get an EOS.
+                // One token is left free for decoders, which get an EOS.
                 let max_length = model.config().max_position_embeddings - usize::from(!whole);
                 tokenizer.keep_last(max_length)?;
-                own = Some(OwnTokenizer { tokenizer, policy: policy.clone(), other_ids });
+                other = Some(OtherTokenizer { tokenizer, policy: policy.clone(), other_ids });
             }
         }
-        Ok(Self { model, dir: dir.to_path_buf(), batch_size, own, reads_pairs: false })
+        Ok(Self { model, dir: dir.to_path_buf(), batch_size, other, reads_pairs: false })
     }
 
     /// Makes the model read prompt and response as the two segments of its tokenizer's pairs, `[CLS] prompt [SEP] response [SEP]`,
@@ -97,14 +96,14 @@ impl RewardModel {
         &self.model
     }
 
-    /// The folder that it was loaded from.
+    /// The folder that the model was loaded from.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// Returns true if the model reads decoded text with its own tokenizer, rather than the policy's token ids.
     pub fn reads_text(&self) -> bool {
-        self.own.as_ref().is_some_and(|own| own.other_ids)
+        self.other.as_ref().is_some_and(|other| other.other_ids)
     }
 
     /// Returns true if a value model can be initialized from it: it reads the policy's token ids and has a single output.
@@ -114,7 +113,7 @@ impl RewardModel {
 
     /// Returns the field of `row` with a conversation that this model's own chat template renders.
     pub(crate) fn conversation(&self, row: &Value) -> Option<&'static str> {
-        let renders = self.own.as_ref().is_some_and(|own| own.tokenizer.has_chat_template());
+        let renders = self.other.as_ref().is_some_and(|other| other.tokenizer.has_chat_template());
         let (name, prompt) = prompt_field(row)?;
         (renders && prompt.is_array()).then_some(name)
     }
@@ -122,13 +121,13 @@ impl RewardModel {
     /// Returns the token ids of a prompt and its response for this model.
     fn sequence(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
         let ids = [input.prompt_ids, input.response_ids].concat();
-        let Some(own) = &self.own else { return Ok(ids) };
+        let Some(other) = &self.other else { return Ok(ids) };
         let sequence = if self.reads_pairs {
-            own.pair(input)?
+            other.pair(input)?
         } else if let Some(field) = self.conversation(input.row) {
-            own.render(input, field)?
-        } else if own.other_ids {
-            self.translate(input, &ids, own)?
+            other.render(input, field)?
+        } else if other.other_ids {
+            self.translate(input, &ids, other)?
         } else {
             ids
         };
@@ -139,20 +138,20 @@ impl RewardModel {
     }
 
     /// Decodes the policy's `ids` and encodes the text with this model's tokenizer.
-    fn translate(&self, input: &RewardInput<'_>, ids: &[i64], own: &OwnTokenizer) -> Result<Vec<i64>> {
-        // Prompt and response of an encoder-decoder end with an eos each, and are joined as the texts of a preference pair are.
-        let text = if own.policy.is_of_encoder_decoder() {
+    fn translate(&self, input: &RewardInput<'_>, ids: &[i64], other: &OtherTokenizer) -> Result<Vec<i64>> {
+        // Prompt and response of an encoder-decoder each end with an eos; they are joined like the texts of a preference pair.
+        let text = if other.policy.is_of_encoder_decoder() {
             format!("{}{}", input.prompt, input.response)
         } else {
-            own.policy.decode(ids)?
+            other.policy.decode(ids)?
         };
         // An encoder needs the special tokens of its tokenizer. A decoder was trained to score at EOS if the text has one.
         if reads_whole(&self.model) {
-            return own.tokenizer.encode(&text);
+            return other.tokenizer.encode(&text);
         }
-        let mut translated = own.tokenizer.encode_prompt(&text)?;
-        let ended = ids.last().is_some_and(|id| own.policy.eos_ids().contains(id));
-        if let (true, Some(eos)) = (ended, own.tokenizer.eos())
+        let mut translated = other.tokenizer.encode_prompt(&text)?;
+        let ended = ids.last().is_some_and(|id| other.policy.eos_ids().contains(id));
+        if let (true, Some(eos)) = (ended, other.tokenizer.eos())
             && translated.last() != Some(&eos)
         {
             translated.push(eos);
@@ -166,7 +165,7 @@ fn reads_whole(model: &SequenceClassifier) -> bool {
     !model.config().causal || model.config().is_encoder_decoder()
 }
 
-impl OwnTokenizer {
+impl OtherTokenizer {
     /// Encodes prompt and response as two segments.
     fn pair(&self, input: &RewardInput<'_>) -> Result<Vec<i64>> {
         let messages = prompt_field(input.row).and_then(|(_, prompt)| prompt.as_array());
@@ -199,7 +198,7 @@ impl OwnTokenizer {
     }
 }
 
-/// Marks the end of a response that was cut off while it is rendered: two Unicode noncharacters.
+/// Marks the end of a response that was cut off, while it is rendered: two Unicode noncharacters.
 const CUT: &str = "\u{fdd0}\u{fdd1}";
 
 impl Reward for RewardModel {

@@ -1,4 +1,4 @@
-//! Rewards that read a column which some rows lack.
+//! Rewards that read a column that some rows lack.
 
 use super::rules::{has, wrong};
 use super::{Reward, RewardInput, Score};
@@ -31,8 +31,8 @@ impl<R> Optional<R> {
 
 impl<R: Reward> Reward for Optional<R> {
     fn score(&mut self, batch: &[RewardInput<'_>]) -> Result<Vec<Score>> {
-        let own: Vec<RewardInput<'_>> = batch.iter().filter(|input| self.reads(input.row)).copied().collect();
-        let mut scores = self.reward.score(&own)?.into_iter();
+        let readable: Vec<RewardInput<'_>> = batch.iter().filter(|input| self.reads(input.row)).copied().collect();
+        let mut scores = self.reward.score(&readable)?.into_iter();
         let score = |input: &RewardInput<'_>| self.reads(input.row).then(|| scores.next()).flatten();
         Ok(batch.iter().map(score).map(|score| score.unwrap_or(Score::Absent)).collect())
     }
@@ -60,9 +60,9 @@ impl<R: Reward> Reward for Optional<R> {
 /// # Errors
 /// If it has another value, or is there twice.
 pub(super) fn split(kind: &str, argument: &str) -> Result<(String, bool)> {
-    let is_ours = |part: &&str| KINDS.contains(&kind) && part.trim().starts_with("optional=");
-    let (ours, rest): (Vec<&str>, Vec<&str>) = argument.split(',').partition(is_ours);
-    let is_optional = match ours[..] {
+    let is_option = |part: &&str| KINDS.contains(&kind) && part.trim().starts_with("optional=");
+    let (optional_parts, rest): (Vec<&str>, Vec<&str>) = argument.split(',').partition(is_option);
+    let is_optional = match optional_parts[..] {
         [] => return Ok((argument.to_string(), false)),
         [one] if one.trim() == "optional=true" => true,
         [one] if one.trim() == "optional=false" => false,
@@ -71,10 +71,10 @@ pub(super) fn split(kind: &str, argument: &str) -> Result<(String, bool)> {
     Ok((rest.join(","), is_optional))
 }
 
-/// Refuses an optional reward whose column no row has: its name may be misspelt. `columns` are the names and columns of those rewards.
+/// Refuses an optional reward whose column no row has: its name may be misspelt. `columns` are the names and columns of the optional rewards.
 ///
 /// # Errors
-/// If there is one; the error names it.
+/// If there is such a reward; the error names it.
 pub(crate) fn check_columns<'r>(columns: &[(String, String)], mut rows: impl Iterator<Item = &'r Value>) -> Result<()> {
     let mut missing: Vec<&(String, String)> = columns.iter().collect();
     while !missing.is_empty()
@@ -120,14 +120,17 @@ mod tests {
 
     #[test]
     fn the_option_is_taken_out_of_an_argument() {
-        let of = |kind: &str, argument: &str| split(kind, argument).map_err(|e| e.to_string());
-        assert_eq!(of("exact", "answer,optional=true"), Ok(("answer".into(), true)));
-        assert_eq!(of("numeric", "answer, optional=true ,tolerance=0.1"), Ok(("answer,tolerance=0.1".into(), true)));
-        assert_eq!(of("accuracy_reward", "optional=true"), Ok((String::new(), true)));
-        assert_eq!(of("accuracy_reward", "column=a,optional=false"), Ok(("column=a".into(), false)));
-        assert_eq!(of("regex", "a,optional=true"), Ok(("a,optional=true".into(), false)));
+        let split_ok = |kind: &str, argument: &str| split(kind, argument).map_err(|e| e.to_string());
+        assert_eq!(split_ok("exact", "answer,optional=true"), Ok(("answer".into(), true)));
+        assert_eq!(
+            split_ok("numeric", "answer, optional=true ,tolerance=0.1"),
+            Ok(("answer,tolerance=0.1".into(), true))
+        );
+        assert_eq!(split_ok("accuracy_reward", "optional=true"), Ok((String::new(), true)));
+        assert_eq!(split_ok("accuracy_reward", "column=a,optional=false"), Ok(("column=a".into(), false)));
+        assert_eq!(split_ok("regex", "a,optional=true"), Ok(("a,optional=true".into(), false)));
         for argument in ["a,optional=yes", "a,optional=true,optional=true"] {
-            let error = of("bleu", argument).unwrap_err();
+            let error = split_ok("bleu", argument).unwrap_err();
             assert_eq!(error, format!("reward = bleu:{argument}: expected optional=true or optional=false"));
         }
     }

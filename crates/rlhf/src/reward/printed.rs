@@ -1,13 +1,13 @@
-//! Text and numbers of a function of Python beside its scores: lines that it prints, metrics and columns that it logs.
+//! Output of a Python function other than its scores: lines that it prints, metrics and columns that it logs.
 
 use super::Warn;
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Maximum number of lines that wait for someone who shows them.
+/// Maximum number of lines that wait until there is a receiver that shows them.
 const WAITING: usize = 100;
 
-/// Passes printed lines on as they come. Those from before there is someone who shows them wait.
+/// Passes printed lines on as they come. Lines that come before there is a receiver wait.
 #[derive(Clone, Default)]
 pub(super) struct Printed(Arc<Mutex<Lines>>);
 
@@ -18,14 +18,14 @@ struct Lines {
 }
 
 impl Printed {
-    /// Sets what shows the lines.
+    /// Sets the receiver that shows the lines.
     pub(super) fn show_by(&self, show: Warn) {
         let mut lines = self.lock();
         lines.waiting.drain(..).for_each(|line| show(&line));
         lines.show = Some(show);
     }
 
-    /// Passes a line on. Of a line that overwrites itself, as progress bars do, its last text is shown.
+    /// Passes a line on. For a line that overwrites itself, as progress bars do, its last text is shown.
     pub(super) fn receive(&self, line: &[u8]) {
         let text = String::from_utf8_lossy(line);
         let text = text.trim_end().rsplit('\r').next().unwrap_or_default().replace('\t', "    ");
@@ -37,7 +37,7 @@ impl Printed {
         }
     }
 
-    /// Returns whether someone shows the lines.
+    /// Returns whether there is a receiver that shows the lines.
     pub(super) fn is_shown(&self) -> bool {
         self.lock().show.is_some()
     }
@@ -82,11 +82,12 @@ impl Logged {
     }
 }
 
-/// Joins the columns of several batches, each with its number of rows; a row of a batch without a column is null there.
+/// Joins the columns of several batches, each with its number of rows; in a batch without a column the rows have null there.
 pub(super) fn joined_columns(
     batches: impl IntoIterator<Item = (usize, Vec<(String, Vec<Value>)>)>,
 ) -> Vec<(String, Vec<Value>)> {
-    let (mut all, mut before): (Vec<(String, Vec<Value>)>, usize) = (Vec::new(), 0);
+    let mut all: Vec<(String, Vec<Value>)> = Vec::new();
+    let mut before = 0;
     for (rows, columns) in batches {
         for (name, values) in columns {
             match all.iter_mut().find(|(known, _)| *known == name) {
@@ -126,10 +127,10 @@ mod tests {
         }
         assert!(logged.takes(b"{\"log_extra\": \"found\", \"values\": [\"a\", null]}"));
         assert_eq!(logged.means().collect::<Vec<_>>(), [("right".to_string(), 0.75)]);
-        let of = |name: &str, values: Value| (name.to_string(), values.as_array().unwrap().clone());
+        let column = |name: &str, values: Value| (name.to_string(), values.as_array().unwrap().clone());
         let batches =
-            [(2, logged.columns), (1, Vec::new()), (1, vec![of("more", json!([3])), of("found", json!([4]))])];
-        let expected = [of("found", json!(["a", null, null, 4])), of("more", json!([null, null, null, 3]))];
+            [(2, logged.columns), (1, Vec::new()), (1, vec![column("more", json!([3])), column("found", json!([4]))])];
+        let expected = [column("found", json!(["a", null, null, 4])), column("more", json!([null, null, null, 3]))];
         assert_eq!(joined_columns(batches), expected);
     }
 }

@@ -30,7 +30,7 @@ pub(super) const RETRIES: &str = "retries";
 
 /// Maximum wait before a retry.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Maximum wait that a service may ask for: with the default retries less than the default of `dist_timeout`, in which other ranks wait.
+/// Maximum wait that a service may ask for. With the default retries it is less than the default of `dist_timeout`, for which other ranks wait.
 const MAX_ASKED: Duration = Duration::from_secs(300);
 /// Wait before a retry above which a warning tells how long it is.
 const LONG_WAIT: Duration = Duration::from_secs(5);
@@ -69,21 +69,21 @@ impl RetryPolicy {
     }
 }
 
-/// The retries of a reward or a judge: the first one is a warning, as is the first with a long wait.
+/// The retries of a reward or a judge. The first retry causes a warning, and so does the first retry with a long wait.
 #[derive(Default)]
 pub(crate) struct Retries {
-    /// The reward or the judge, and what receives its warnings.
+    /// The name of the reward or the judge, and the receiver of its warnings.
     warn: Option<(String, Warn)>,
-    told: AtomicBool,
-    told_long: AtomicBool,
-    /// Retries of the batch at hand.
+    has_warned: AtomicBool,
+    has_warned_of_long_wait: AtomicBool,
+    /// Retries of the current batch.
     count: AtomicUsize,
 }
 
 impl Retries {
-    /// Sets what receives the warnings of `whose` retries: a reward's or a judge's.
-    pub(crate) fn warn_by(&mut self, whose: String, warn: Warn) {
-        self.warn = Some((whose, warn));
+    /// Sets the receiver of the warnings about retries; `owner` names the reward or the judge.
+    pub(crate) fn warn_by(&mut self, owner: String, warn: Warn) {
+        self.warn = Some((owner, warn));
     }
 
     /// Starts the count of a batch.
@@ -95,11 +95,11 @@ impl Retries {
     fn note(&self, failure: &Failure, wait: Duration) {
         self.count.fetch_add(1, Ordering::Relaxed);
         let is_long = wait > LONG_WAIT;
-        let first = !self.told.swap(true, Ordering::Relaxed);
-        let first_long = is_long && !self.told_long.swap(true, Ordering::Relaxed);
-        if let Some((whose, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
+        let first = !self.has_warned.swap(true, Ordering::Relaxed);
+        let first_long = is_long && !self.has_warned_of_long_wait.swap(true, Ordering::Relaxed);
+        if let Some((owner, warn)) = self.warn.as_ref().filter(|_| first || first_long) {
             let when = if is_long { format!(" in {} s", wait.as_secs()) } else { String::new() };
-            warn(&format!("{whose}: {}; tried again{when} (reported once)", failure.message));
+            warn(&format!("{owner}: {}; tried again{when} (reported once)", failure.message));
         }
     }
 
@@ -207,15 +207,16 @@ mod tests {
 
     #[test]
     fn the_first_retry_of_a_reward_is_a_warning_as_is_the_first_with_a_long_wait() {
-        let found: Arc<Mutex<Vec<String>>> = Arc::default();
-        let (mut retries, seen) = (Retries::default(), found.clone());
+        let warnings: Arc<Mutex<Vec<String>>> = Arc::default();
+        let mut retries = Retries::default();
+        let seen = warnings.clone();
         retries
             .warn_by("reward `judge`".into(), Arc::new(move |message| seen.lock().unwrap().push(message.to_string())));
         for seconds in [1, 2, 30, 60] {
             retries.note(&Failure::new("HTTP status 503"), Duration::from_secs(seconds));
         }
         let told = |when: &str| format!("reward `judge`: HTTP status 503; tried again{when} (reported once)");
-        assert_eq!(*found.lock().unwrap(), [told(""), told(" in 30 s")]);
+        assert_eq!(*warnings.lock().unwrap(), [told(""), told(" in 30 s")]);
         assert_eq!(retries.metric(), Some(("retries".to_string(), 4.0)));
         retries.start();
         assert_eq!(retries.metric(), None);

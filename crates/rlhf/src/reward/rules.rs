@@ -157,8 +157,9 @@ impl Rule {
             }
             Rule::Regex(regex) => truth(regex.is_match(text)),
             Rule::Words(weights) => {
-                let found: Vec<f64> = words(text).map(|word| weights.get(&word).copied().unwrap_or(0.0)).collect();
-                found.iter().sum::<f64>() / found.len().max(1) as f64
+                let found_weights: Vec<f64> =
+                    words(text).map(|word| weights.get(&word).copied().unwrap_or(0.0)).collect();
+                found_weights.iter().sum::<f64>() / found_weights.len().max(1) as f64
             }
             Rule::Json { keys } => {
                 let value: Option<Value> = serde_json::from_str(text.trim()).ok();
@@ -166,11 +167,11 @@ impl Rule {
             }
             Rule::Exact { column } => truth(references(input.row, column)?.iter().any(|r| r.trim() == text.trim())),
             Rule::Numeric { column, tolerance } => {
-                let found = last_number(text);
-                let is = |expected: f64| {
-                    found.is_some_and(|found| (found - expected).abs() <= tolerance * expected.abs().max(1.0))
+                let number = last_number(text);
+                let equals = |expected: f64| {
+                    number.is_some_and(|number| (number - expected).abs() <= tolerance * expected.abs().max(1.0))
                 };
-                truth(numbers(input.row, column)?.into_iter().any(is))
+                truth(numbers(input.row, column)?.into_iter().any(equals))
             }
             Rule::Bleu { column } => bleu(text, &references(input.row, column)?),
             Rule::RougeL { column } => {
@@ -215,21 +216,21 @@ pub(super) fn wrong(kind: &str, argument: &str, expected: &str) -> Error {
 /// Parses an argument such as `a=1,b=2`; the first value may omit its key, which is then the first of `known`.
 pub(super) fn options(kind: &str, argument: &str, known: &[&str]) -> Result<HashMap<String, String>> {
     let wrong = || wrong(kind, argument, &format!("KEY=VALUE with the keys {}", known.join(", ")));
-    let mut found = HashMap::new();
+    let mut values = HashMap::new();
     for (at, part) in argument.split(',').filter(|part| !part.trim().is_empty()).enumerate() {
         let (key, value) = match part.split_once('=') {
             Some(pair) => pair,
             None if at == 0 => (known[0], part),
             None => return Err(wrong()),
         };
-        if !known.contains(&key.trim()) || found.insert(key.trim().to_string(), value.trim().to_string()).is_some() {
+        if !known.contains(&key.trim()) || values.insert(key.trim().to_string(), value.trim().to_string()).is_some() {
             return Err(wrong());
         }
     }
-    Ok(found)
+    Ok(values)
 }
 
-/// Returns true if the row has something in the column.
+/// Returns true if the row has a value in the column.
 pub(super) fn has(row: &Value, column: &str) -> bool {
     row.get(column).is_some_and(|value| !value.is_null())
 }
@@ -241,12 +242,12 @@ pub(super) fn references(row: &Value, column: &str) -> Result<Vec<String>> {
         Value::Number(_) | Value::Bool(_) => Some(value.to_string()),
         _ => None,
     };
-    let found = match row.get(column) {
+    let texts = match row.get(column) {
         Some(Value::Array(list)) => list.iter().map(text).collect::<Option<Vec<_>>>().filter(|list| !list.is_empty()),
         Some(value) => text(value).map(|text| vec![text]),
         None => None,
     };
-    found.ok_or_else(|| {
+    texts.ok_or_else(|| {
         let expected = format!("expected a column `{column}` with a text, a number, or a list of them");
         let hint = if has(row, column) { "" } else { "; with optional=true such a row gets no score" };
         Error::Run(match row.get(column) {
@@ -273,10 +274,10 @@ fn last_number(text: &str) -> Option<f64> {
     static NUMBER: std::sync::LazyLock<Regex> = std::sync::LazyLock::new(|| {
         Regex::new(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?").expect("a valid regular expression")
     });
-    let found = NUMBER.find_iter(text).last()?;
-    let digits = found.as_str().replace(',', "");
+    let match_ = NUMBER.find_iter(text).last()?;
+    let digits = match_.as_str().replace(',', "");
     // In "3-5" the hyphen is not a sign.
-    let dash = text[..found.start()].chars().next_back().is_some_and(char::is_alphanumeric);
+    let dash = text[..match_.start()].chars().next_back().is_some_and(char::is_alphanumeric);
     let digits = if dash { digits.trim_start_matches('-') } else { &digits };
     digits.parse().ok().filter(|number: &f64| number.is_finite())
 }
@@ -365,7 +366,8 @@ fn rouge_l(candidate: &str, reference: &str) -> f64 {
         let parts = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
         parts.map(str::to_lowercase).collect()
     };
-    let (candidate, reference) = (parts(candidate), parts(reference));
+    let candidate = parts(candidate);
+    let reference = parts(reference);
     // lengths[j]: length of the longest common subsequence of the candidate's words so far and the reference's first j words.
     let mut lengths = vec![0usize; reference.len() + 1];
     for word in &candidate {

@@ -66,7 +66,8 @@ impl Moments {
         }
         let mean = numbers.iter().sum::<f64>() / count;
         let m2: f64 = numbers.iter().map(|x| (x - mean).powi(2)).sum();
-        let (total, gap) = (self.count + count, mean - self.mean);
+        let total = self.count + count;
+        let gap = mean - self.mean;
         self.m2 += m2 + gap * gap * self.count * count / total;
         self.mean += gap * count / total;
         self.count = total;
@@ -102,8 +103,12 @@ pub struct ScoreScaling {
 impl ScoreScaling {
     /// Creates the scaling of `use_score_scaling`, `use_score_norm` and `score_clip`, without any scores yet.
     pub fn new(config: &ScoreScalingConfig) -> Self {
-        let (scales, centers, clip) = (config.use_score_scaling, config.use_score_norm, config.score_clip);
-        Self { scales, centers, clip, moments: Moments::default() }
+        Self {
+            scales: config.use_score_scaling,
+            centers: config.use_score_norm,
+            clip: config.score_clip,
+            moments: Moments::default(),
+        }
     }
 
     /// Returns the scaled scores. If they are trained on (`training`), they are first added to the running moments.
@@ -117,14 +122,15 @@ impl ScoreScaling {
         scores.iter().map(|&score| self.clip.map_or(scaled(score), |most| scaled(score).clamp(-most, most))).collect()
     }
 
-    /// Scales the total scores of responses by [`ScoreScaling::scale`]; those that are trained on (`training`) are added to the running
+    /// Scales the total scores of responses by [`ScoreScaling::scale`]; with `training` they are added to the running
     /// moments first. Scores per token stay as they are; the difference is added to the score of the whole response.
     pub(crate) fn apply(&mut self, scored: &mut Scored, training: bool) {
         if !self.scales && self.clip.is_none() {
             return;
         }
-        // A response that no reward scored keeps its 0, which is no score.
-        let (totals, unscored) = (scored.totals(), scored.unscored());
+        // A response that no reward scored keeps its 0, which is not a score.
+        let totals = scored.totals();
+        let unscored = scored.unscored();
         let rows: Vec<usize> = (0..totals.len()).filter(|&row| !unscored[row]).collect();
         let totals: Vec<f64> = rows.iter().map(|&row| totals[row]).collect();
         let scaled = self.scale(&totals, training);

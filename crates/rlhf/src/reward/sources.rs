@@ -1,7 +1,7 @@
-//! The files of the user that a reward program consists of, as far as its command line and its imports name them.
+//! The user's files that a reward program consists of, as far as its command line and its imports name them.
 //!
 //! A resumed run compares their contents. They are found without running anything: the scripts that a command line or another script
-//! names, and the modules of Python beside them that their `import` statements name, also within functions. Installed packages are no part
+//! names, and the Python modules next to them that their `import` statements name, also within functions. Installed packages are not part
 //! of a program.
 
 use std::collections::BTreeMap;
@@ -9,63 +9,63 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-/// Returns the files of a program that `sh -c` runs, as far as its command line and they name them, with their contents.
+/// Returns the files of a program that `sh -c` runs, as far as its command line and its scripts name them, with their contents.
 pub(crate) fn program_files(line: &str) -> Vec<(String, Vec<u8>)> {
-    Sources::of_command(line, &std::env::current_dir().unwrap_or_default())
+    Sources::for_command(line, &std::env::current_dir().unwrap_or_default())
 }
 
-/// Returns the files of a function or class of Python, `module.name`, and those beside them that they import, with their contents.
+/// Returns the files of a Python function or class, `module.name`, and the files next to them that they import, with their contents.
 pub(crate) fn function_files(path: &str) -> Vec<(String, Vec<u8>)> {
     let module = path.rsplit_once('.').map_or("", |(module, _)| module).replace('.', "/");
-    files_of_modules(&[format!("{module}.py"), format!("{module}/__init__.py")])
+    source_files(&[format!("{module}.py"), format!("{module}/__init__.py")])
 }
 
-/// Returns the files of modules of Python, and those beside them that they import, with their contents.
-pub(super) fn files_of_modules(files: &[String]) -> Vec<(String, Vec<u8>)> {
-    Sources::of_modules(files, &std::env::current_dir().unwrap_or_default())
+/// Returns the files of Python modules, and the files next to them that they import, with their contents.
+pub(super) fn source_files(files: &[String]) -> Vec<(String, Vec<u8>)> {
+    Sources::for_modules(files, &std::env::current_dir().unwrap_or_default())
 }
 
-/// Ends of the names of scripts.
+/// Extensions of scripts.
 const SCRIPTS: [&str; 8] = ["py", "sh", "bash", "pl", "rb", "js", "lua", "jl"];
 /// Maximum size in bytes of a file whose content is compared.
 const MAX_SOURCE: u64 = 4 << 20;
-/// Number of characters of a script of a shell that are searched for other scripts.
+/// Number of characters of a shell script that are searched for other scripts.
 const MAX_SHELL: usize = 64 << 10;
 /// Maximum number of files.
 const MAX_FILES: usize = 200;
 
-/// The files of a program: names that do not depend on where it is, with the contents.
+/// The files of a program: names that do not depend on where the program is, with the contents.
 #[derive(Debug, Default)]
 struct Sources {
-    found: BTreeMap<String, Vec<u8>>,
-    /// The files without links in their paths.
+    files: BTreeMap<String, Vec<u8>>,
+    /// The real paths of these files, without links.
     seen: Vec<PathBuf>,
 }
 
 impl Sources {
     /// Returns the files of a command line for `sh -c`, in the folder `here`.
-    fn of_command(line: &str, here: &Path) -> Vec<(String, Vec<u8>)> {
+    fn for_command(line: &str, here: &Path) -> Vec<(String, Vec<u8>)> {
         let mut sources = Self::default();
         sources.add_words(line, &[here]);
-        sources.found.into_iter().collect()
+        sources.files.into_iter().collect()
     }
 
-    /// Returns the files of a function of Python, whose imported modules are in `files`, in the folder `here`.
-    fn of_modules(files: &[String], here: &Path) -> Vec<(String, Vec<u8>)> {
+    /// Returns the files of a Python function whose imported modules are in `files`, in the folder `here`.
+    fn for_modules(files: &[String], here: &Path) -> Vec<(String, Vec<u8>)> {
         let mut sources = Self::default();
         for file in files {
             let path = here.join(file);
             sources.add(&path, here, here);
         }
-        sources.found.into_iter().collect()
+        sources.files.into_iter().collect()
     }
 
-    /// Adds the scripts that are words of `text`, relative to one of the folders `from`, and the modules after `-m`.
-    fn add_words(&mut self, text: &str, from: &[&Path]) {
+    /// Adds the scripts that are words of `text`, relative to one of the `folders`, and the modules after `-m`.
+    fn add_words(&mut self, text: &str, folders: &[&Path]) {
         let words: Vec<&str> =
             text.split_whitespace().map(|word| word.trim_matches(['"', '\'', ';', '(', ')'])).collect();
         for (at, word) in words.iter().enumerate() {
-            for folder in from {
+            for folder in folders {
                 if at > 0 && words[at - 1] == "-m" && word.chars().all(|c| c.is_alphanumeric() || "_.".contains(c)) {
                     let module = folder.join(word.replace('.', "/"));
                     for path in [module.with_extension("py"), module.join("__main__.py")] {
@@ -80,11 +80,11 @@ impl Sources {
         }
     }
 
-    /// Adds a file, by its path below `root` or else below the folder of its outermost package, and the files that it names; `here` is the
-    /// working directory.
+    /// Adds a file, and the files that it names. Its name is its path below `root`, or else below the folder of its outermost package; `here` is
+    /// the working directory.
     fn add(&mut self, path: &Path, root: &Path, here: &Path) {
         let Ok(real) = path.canonicalize() else { return };
-        let is_small = std::fs::metadata(&real).is_ok_and(|found| found.is_file() && found.len() <= MAX_SOURCE);
+        let is_small = std::fs::metadata(&real).is_ok_and(|data| data.is_file() && data.len() <= MAX_SOURCE);
         if !is_small || self.seen.contains(&real) || self.seen.len() >= MAX_FILES {
             return;
         }
@@ -92,11 +92,11 @@ impl Sources {
         self.seen.push(real);
         let root = if path.starts_with(root) { root.to_path_buf() } else { package_root(path) };
         let mut name = path.strip_prefix(&root).unwrap_or(path).to_string_lossy().into_owned();
-        while self.found.contains_key(&name) {
+        while self.files.contains_key(&name) {
             name.push('\'');
         }
         let text = String::from_utf8_lossy(&bytes).into_owned();
-        self.found.insert(name, bytes);
+        self.files.insert(name, bytes);
         let folder = path.parent().unwrap_or(here);
         if path.extension().is_some_and(|end| end == "py") {
             let package = package_root(path);
@@ -105,7 +105,7 @@ impl Sources {
                     self.add(&path, &root, here);
                 }
             }
-        } else if is_of_shell(path, &text) {
+        } else if is_shell_script(path, &text) {
             let begin: String = text.chars().take(MAX_SHELL).collect();
             self.add_words(&begin, &[here, folder]);
         }
@@ -113,22 +113,22 @@ impl Sources {
 }
 
 /// Returns the files of a module that a file in `folder` imports, from one of the `roots` or, with dots before its name, from the packages
-/// around the file: its own, and those of the packages that it is in.
+/// around the file: the file of the module, and the files of the packages that it is in.
 fn module_files(module: &str, folder: &Path, roots: &[&Path]) -> Vec<PathBuf> {
     let name = module.trim_start_matches('.');
-    let from: Vec<&Path> = match module.len() - name.len() {
+    let searched: Vec<&Path> = match module.len() - name.len() {
         0 => roots.iter().copied().filter(|root| !is_installed(root)).collect(),
         dots => folder.ancestors().nth(dots - 1).into_iter().collect(),
     };
-    let mut found = Vec::new();
-    for root in from {
+    let mut files = Vec::new();
+    for root in searched {
         let mut at = root.to_path_buf();
         for part in name.split('.').filter(|part| !part.is_empty()) {
             at.push(part);
-            found.extend([at.with_extension("py"), at.join("__init__.py")].into_iter().filter(|path| path.is_file()));
+            files.extend([at.with_extension("py"), at.join("__init__.py")].into_iter().filter(|path| path.is_file()));
         }
     }
-    found
+    files
 }
 
 /// Returns whether a file is a script: by its name, or by its first line.
@@ -144,28 +144,28 @@ fn is_script(path: &Path) -> bool {
     SCRIPTS.contains(&extension) || begins()
 }
 
-/// Returns whether a script is one of a shell.
-fn is_of_shell(path: &Path, text: &str) -> bool {
+/// Returns whether a script is a shell script.
+fn is_shell_script(path: &Path, text: &str) -> bool {
     let begin = text.lines().next().unwrap_or_default();
     path.extension().is_some_and(|end| end == "sh" || end == "bash")
         || (begin.starts_with("#!") && begin.trim_end().ends_with("sh"))
 }
 
-/// Returns whether a path is that of an installed package or of Python itself.
+/// Returns whether a path belongs to an installed package or to Python itself.
 fn is_installed(path: &Path) -> bool {
-    let is_of_python = |name: &str| {
+    let is_python_folder = |name: &str| {
         ["site-packages", "dist-packages"].contains(&name)
             || name.strip_prefix("python3").is_some_and(|rest| rest.starts_with('.'))
     };
     let is_program = path.parent().is_some_and(|folder| ["/bin", "/usr/bin"].map(Path::new).contains(&folder));
     is_program
         || path.components().any(|part| match part {
-            Component::Normal(name) => name.to_str().is_some_and(is_of_python),
+            Component::Normal(name) => name.to_str().is_some_and(is_python_folder),
             _ => false,
         })
 }
 
-/// Returns the folder that holds the outermost package of a file of Python.
+/// Returns the folder that contains the outermost package of a Python file.
 fn package_root(path: &Path) -> PathBuf {
     let mut folder = path.parent().unwrap_or(path);
     while folder.join("__init__.py").is_file()
@@ -176,16 +176,16 @@ fn package_root(path: &Path) -> PathBuf {
     folder.to_path_buf()
 }
 
-/// Returns the modules that a text of Python imports, with those that a name imported from a module may be.
+/// Returns the modules that a Python text imports; a name that is imported from a module may be a module too, and is included.
 fn imported(text: &str) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut modules = Vec::new();
     // A statement continues on the next line inside parentheses and after a backslash.
     let whole = text.replace("\\\n", " ");
     let mut lines = whole.lines();
     while let Some(line) = lines.next() {
         let statement = line.trim();
         if let Some(list) = statement.strip_prefix("import ") {
-            found.extend(names(list));
+            modules.extend(names(list));
         } else if let Some((module, list)) =
             statement.strip_prefix("from ").and_then(|rest| rest.split_once(" import "))
         {
@@ -197,15 +197,15 @@ fn imported(text: &str) -> Vec<String> {
                 list = format!("{}{}", uncommented(&list), more);
             }
             let module = module.trim();
-            found.push(module.to_string());
+            modules.push(module.to_string());
             let dot = if module.ends_with('.') { "" } else { "." };
-            found.extend(names(&list.replace(['(', ')'], " ")).map(|name| format!("{module}{dot}{name}")));
+            modules.extend(names(&list.replace(['(', ')'], " ")).map(|name| format!("{module}{dot}{name}")));
         }
     }
-    found
+    modules
 }
 
-/// Returns the names of a list of imports, without what they are renamed to.
+/// Returns the names in a list of imports, without the names that they are renamed to.
 fn names(list: &str) -> impl Iterator<Item = String> {
     let list = uncommented(list);
     let list = list.split(';').next().unwrap_or_default().to_string();
@@ -237,8 +237,8 @@ mod tests {
         dir
     }
 
-    fn names_of(found: &[(String, Vec<u8>)]) -> Vec<&str> {
-        found.iter().map(|(name, _)| name.as_str()).collect()
+    fn file_names(files: &[(String, Vec<u8>)]) -> Vec<&str> {
+        files.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     const PROGRAM: [(&str, &str); 10] = [
@@ -262,21 +262,21 @@ mod tests {
         let dir = folder(&PROGRAM);
         let expected =
             ["helper.py", "judge.py", "kit/__init__.py", "kit/deep.py", "kit/far.py", "kit/near.py", "late.py"];
-        let of = |line: &str| Sources::of_command(line, dir.path());
-        assert_eq!(names_of(&of("python3 judge.py --log words.txt")), expected);
+        let files = |line: &str| Sources::for_command(line, dir.path());
+        assert_eq!(file_names(&files("python3 judge.py --log words.txt")), expected);
         // Under the same names from elsewhere.
         let whole = format!("python3 '{}'", dir.path().join("judge.py").display());
-        assert_eq!(names_of(&Sources::of_command(&whole, Path::new("/"))), expected);
-        assert_eq!(names_of(&of("python3 -m judge")), expected);
-        assert_eq!(names_of(&of("sh run.sh")), [&expected[..], &["run.sh"]].concat());
-        assert_eq!(names_of(&of("python3 words.txt /bin/sh")), [""; 0]);
+        assert_eq!(file_names(&Sources::for_command(&whole, Path::new("/"))), expected);
+        assert_eq!(file_names(&files("python3 -m judge")), expected);
+        assert_eq!(file_names(&files("sh run.sh")), [&expected[..], &["run.sh"]].concat());
+        assert_eq!(file_names(&files("python3 words.txt /bin/sh")), [""; 0]);
     }
 
     #[test]
     fn a_function_has_the_modules_that_it_imports_later_too_and_no_installed_ones() {
         let dir = folder(&PROGRAM);
-        let found = Sources::of_modules(&["helper.py".into()], dir.path());
-        assert!(names_of(&found).contains(&"late.py") && !names_of(&found).contains(&"unused.py"), "{found:?}");
+        let found = Sources::for_modules(&["helper.py".into()], dir.path());
+        assert!(file_names(&found).contains(&"late.py") && !file_names(&found).contains(&"unused.py"), "{found:?}");
         // A package elsewhere is named by itself; of an installed module only the package counts.
         let other = folder(&[
             ("lib/mine/__init__.py", ""),
@@ -288,24 +288,24 @@ mod tests {
             ("site-packages/given/words.py", ""),
             ("site-packages/torch/__init__.py", ""),
         ]);
-        let of = |file: &str| Sources::of_modules(&[other.path().join(file).to_string_lossy().into()], dir.path());
+        let files = |file: &str| Sources::for_modules(&[other.path().join(file).to_string_lossy().into()], dir.path());
         assert_eq!(
-            names_of(&of("lib/mine/score.py")),
+            file_names(&files("lib/mine/score.py")),
             ["mine/__init__.py", "mine/score.py", "mine/words.py", "top.py"]
         );
-        assert_eq!(names_of(&of("site-packages/given/score.py")), ["given/score.py", "given/words.py"]);
+        assert_eq!(file_names(&files("site-packages/given/score.py")), ["given/score.py", "given/words.py"]);
     }
 
     #[test]
     fn changed_contents_are_others_and_links_in_a_circle_end() {
         let dir = folder(&PROGRAM);
-        let of = || Sources::of_command("python3 judge.py", dir.path());
-        let before = of();
+        let files = || Sources::for_command("python3 judge.py", dir.path());
+        let before = files();
         fs::write(dir.path().join("kit/near.py"), "changed").unwrap();
-        let after = of();
-        assert_eq!(names_of(&before), names_of(&after));
+        let after = files();
+        assert_eq!(file_names(&before), file_names(&after));
         assert_ne!(before, after);
         std::os::unix::fs::symlink(dir.path(), dir.path().join("kit/again")).unwrap();
-        assert_eq!(of().len(), before.len());
+        assert_eq!(files().len(), before.len());
     }
 }

@@ -25,7 +25,7 @@ use std::time::Duration;
 const PROGRAM: &str = "a program";
 const SERVICE: &str = "a service";
 
-/// The kinds of rewards that are computed by something else than a rule.
+/// The kinds of rewards that are not rules.
 const NOT_RULES: [&str; 4] = ["model", "command", "url", "python"];
 
 /// One reward of a configuration. Its text is parsed by [`specs`] alone, where the settings are checked.
@@ -47,7 +47,7 @@ enum Kind {
         label: Option<String>,
     },
     Command(String),
-    /// A function of Python, `module.function`.
+    /// A Python function, `module.function`.
     Python(String),
     Url(String),
     Rule(Optional<Rule>),
@@ -75,8 +75,8 @@ impl Spec {
         Some((self.name.as_str(), self.model_path()?))
     }
 
-    /// The contents that decide its scores beside the settings, as far as they are known before it is loaded, by the names of their files: as
-    /// [`Reward::contents`].
+    /// The contents that decide its scores in addition to the settings, as far as they are known before it is loaded, by the names of their files;
+    /// see [`Reward::contents`].
     pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
         match &self.kind {
             Kind::Command(line) => program_files(line),
@@ -86,22 +86,22 @@ impl Spec {
         }
     }
 
-    /// The reward of a replay: a program or service is not started or requested again.
+    /// The reward in a replay: a program is not started again, and a service gets no requests.
     pub(crate) fn recorded(self) -> Self {
         if self.is_outside() { Self { kind: Kind::Recorded, ..self } } else { self }
     }
 
-    /// Returns true if it is a service.
+    /// Returns true if the reward is a service.
     pub(crate) fn is_service(&self) -> bool {
         matches!(self.kind, Kind::Url(_))
     }
 
-    /// Returns true if it is a service or a program, which have timeouts; a function of Python is called by a program.
+    /// Returns true if the reward is a service or a program, which have timeouts; a Python function is called by a program.
     pub(crate) fn is_outside(&self) -> bool {
         self.is_service() || matches!(self.kind, Kind::Command(_) | Kind::Python(_))
     }
 
-    /// As [`Rewards::check_row`], before the reward is loaded; only rules read columns of a row.
+    /// [`Rewards::check_row`] before the reward is loaded; only rules and functions of TRL read columns of a row.
     pub(crate) fn check_row(&self, row: &Value) -> Result<()> {
         let checked = match &self.kind {
             Kind::Rule(rule) => rule.check_row(row),
@@ -111,7 +111,7 @@ impl Spec {
         checked.map_err(|e| Error::Run(format!("reward `{}`: {e}", self.name)))
     }
 
-    /// Imports the function of Python that the reward is, if it is one, and ends its program again.
+    /// Imports the Python function of the reward, if it has one, and ends its program again.
     ///
     /// # Errors
     /// If it cannot be imported.
@@ -136,7 +136,7 @@ impl Spec {
 pub(crate) struct RewardSources<'a> {
     /// Folder or name of the reward model with its own flag.
     pub(crate) model: Option<&'a Path>,
-    /// Its branch, tag or commit on the hub.
+    /// Branch, tag or commit of that model on the hub.
     pub(crate) revision: Option<&'a str>,
     /// Label of that model.
     pub(crate) label: Option<&'a str>,
@@ -149,14 +149,14 @@ pub(crate) struct RewardSources<'a> {
 /// If one is malformed, or a weight, scale, clip or normalization names an unknown reward.
 fn specs<'a>(sources: impl Into<RewardSources<'a>>) -> Result<Vec<Spec>> {
     let sources = sources.into();
-    let found = kinds(&sources)?;
-    let names: Vec<&str> = found.iter().map(|(name, ..)| name.as_str()).collect();
+    let kinds = kinds(&sources)?;
+    let names: Vec<&str> = kinds.iter().map(|(name, ..)| name.as_str()).collect();
     let transforms = transforms(sources.settings, &names)?;
-    let with = |((name, kind, about), transform)| Spec { name, kind, transform, about };
-    Ok(found.into_iter().zip(transforms).map(with).collect())
+    let spec = |((name, kind, about), transform)| Spec { name, kind, transform, about };
+    Ok(kinds.into_iter().zip(transforms).map(spec).collect())
 }
 
-/// Returns the rewards of a configuration as [`specs`] does, or none with the error: for checks that go on.
+/// Returns the rewards of a configuration as [`specs`] does, or no rewards with the error, for checks that continue.
 pub(crate) fn specs_or_error<'a>(sources: impl Into<RewardSources<'a>>) -> (Vec<Spec>, Result<()>) {
     match specs(sources) {
         Ok(rewards) => (rewards, Ok(())),
@@ -167,9 +167,9 @@ pub(crate) fn specs_or_error<'a>(sources: impl Into<RewardSources<'a>>) -> (Vec<
 /// Returns name, kind and description of every reward.
 fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
     let RewardSources { model, revision, label, settings } = *sources;
-    let mut found: Vec<(String, Kind, String)> = Vec::new();
+    let mut kinds: Vec<(String, Kind, String)> = Vec::new();
     let mut add = |name: &str, kind, about| {
-        if found.iter().any(|(taken, ..)| taken == name) {
+        if kinds.iter().any(|(taken, ..)| taken == name) {
             refuse(
                 "reward",
                 format!(
@@ -178,13 +178,14 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
                 ),
             )
         } else {
-            found.push((name.to_string(), kind, about));
+            kinds.push((name.to_string(), kind, about));
             Ok(())
         }
     };
     match (model, label) {
         (Some(path), label) => {
-            let (revision, label) = (revision.map(str::to_string), label.map(str::to_string));
+            let revision = revision.map(str::to_string);
+            let label = label.map(str::to_string);
             let kind = Kind::Model { path: path.into(), revision, label };
             add("model", kind, format!("`{}`", path.display()))?;
         }
@@ -208,7 +209,7 @@ fn kinds(sources: &RewardSources<'_>) -> Result<Vec<(String, Kind, String)>> {
         error.refusals().into_iter().for_each(|refusal| refusals.push(refusal));
     }
     refusals.end()?;
-    Ok(found)
+    Ok(kinds)
 }
 
 /// Returns the transform of every reward, in the order of `names`.
@@ -243,7 +244,7 @@ fn public(text: &str) -> String {
     format!("{}{more}", beginning(&text[..end], 80))
 }
 
-/// Returns true if `text` is a module of Python and the name of a function in it, `module.function`.
+/// Returns true if `text` is a Python module and the name of a function in it, `module.function`.
 pub fn is_function_path(text: &str) -> bool {
     let is_name = |part: &str| {
         !part.starts_with(|c: char| c.is_ascii_digit())
@@ -253,8 +254,8 @@ pub fn is_function_path(text: &str) -> bool {
     text.contains('.') && !text.ends_with(".py") && text.split('.').all(is_name)
 }
 
-/// Returns what is expected in place of a reward `kind` that is something else which a user of TRL may name: several rewards, a file or a
-/// function of Python, a model.
+/// Returns the message about a reward `kind` that is no kind but something that a user of TRL may write there: several rewards, a Python file or
+/// function, a model.
 fn mistaken(kind: &str, argument: &str) -> Option<String> {
     let is_name = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c));
     let parts: Vec<&str> = if argument.is_empty() { kind.split(',').map(str::trim).collect() } else { Vec::new() };
@@ -278,7 +279,7 @@ fn mistaken(kind: &str, argument: &str) -> Option<String> {
     is_model.then(|| format!("expected a kind of reward; a model is written as model:{}", public(kind)))
 }
 
-/// Rewards of open-r1 by its names, and what they are here.
+/// Rewards of open-r1 by their names, with the corresponding rewards here.
 const OPEN_R1: [(&str, &str); 8] = [
     ("accuracy", "accuracy_reward"),
     ("format", "think_format_reward"),
@@ -290,7 +291,7 @@ const OPEN_R1: [(&str, &str); 8] = [
     ("code", "a program of yours, command:LINE"),
 ];
 
-/// Returns a hint at what is meant by the unknown kind of reward `kind`.
+/// Returns a hint at the reward that is probably meant by the unknown kind `kind`.
 fn hint(kind: &str) -> String {
     match (OPEN_R1.iter().find(|(name, _)| *name == kind), nearest(kind)) {
         (Some((name, ours)), _) => format!("; `{name}` is open-r1's: here it is {ours}"),
@@ -315,7 +316,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
     if let Some(meant) = mistaken(kind, argument).filter(|_| !is_kind) {
         return refuse("reward", format!(" = {}: {meant}", public(text)));
     }
-    // A function of Python without a name is called <lambda>.
+    // The name of a Python lambda is <lambda>.
     let sound = |c: char| c.is_ascii_alphanumeric() || "_-.<>".contains(c);
     if name.is_empty() || !name.chars().all(sound) {
         let found = public(text);
@@ -343,7 +344,7 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
         }
         "python" => {
             if !is_function_path(argument) {
-                // No line of a command, which may have secrets.
+                // A command line is not shown, as it may contain secrets.
                 let is_word = argument.chars().all(|c| c.is_alphanumeric() || "_.".contains(c));
                 let found = if is_word { beginning(text, 80).to_string() } else { public(text) };
                 return refuse(
@@ -356,12 +357,12 @@ fn parse(text: &str) -> Result<(String, Kind, String)> {
             (Kind::Python(argument.to_string()), about(argument))
         }
         rule if KINDS.contains(&rule) => {
-            let (own, is_optional) = split(rule, argument)?;
-            (Kind::Rule(Optional::new(Rule::parse(rule, &own)?, Rule::column, is_optional)), about(argument))
+            let (argument_rest, is_optional) = split(rule, argument)?;
+            (Kind::Rule(Optional::new(Rule::parse(rule, &argument_rest)?, Rule::column, is_optional)), about(argument))
         }
         function if trl::KINDS.contains(&function) => {
-            let (own, is_optional) = split(function, argument)?;
-            let reward = TrlReward::new(TrlFunction::parse(function, &own)?);
+            let (argument_rest, is_optional) = split(function, argument)?;
+            let reward = TrlReward::new(TrlFunction::parse(function, &argument_rest)?);
             (Kind::Trl(Optional::new(reward, TrlReward::column, is_optional)), about(argument))
         }
         other => {
@@ -391,8 +392,8 @@ fn by_name<T: Copy>(
     expected: &str,
     parse: impl Fn(&str) -> Option<T>,
 ) -> Result<Vec<Option<T>>> {
-    let mut found = vec![None; names.len()];
-    // TRL's list of weights.
+    let mut values = vec![None; names.len()];
+    // TRL's form: a list of weights.
     let by_position = entries.len() > 1 && entries.iter().all(|entry| !entry.contains('='));
     if by_position && entries.len() != names.len() {
         return refuse(
@@ -420,12 +421,12 @@ fn by_name<T: Copy>(
             let known = if names.is_empty() { "none".to_string() } else { names.join(", ") };
             return refuse(flag, format!(" = {entry}: expected the name of a reward, of which there are: {known}"));
         }
-        places.for_each(|place| found[place] = Some(value));
+        places.for_each(|place| values[place] = Some(value));
     }
-    Ok(found)
+    Ok(values)
 }
 
-/// Downloads the models of the hub among `specs`, and returns these with folders in the place of names.
+/// Downloads the hub models among `specs`, and returns the rewards with folders instead of names.
 ///
 /// # Errors
 /// If a model does not exist.
@@ -440,20 +441,23 @@ pub(crate) fn resolve(specs: &[Spec]) -> Result<Vec<Spec>> {
 }
 
 impl RewardSourcesConfig {
-    /// Refuses settings of programs and services where none of `rewards` is one.
+    /// Refuses settings of programs and services if none of `rewards` is one.
     pub(crate) fn check_outside(&self, rewards: &[Spec]) -> Result<()> {
         let usual: Self = defaults();
-        let (service, outside) = (rewards.iter().any(Spec::is_service), rewards.iter().any(Spec::is_outside));
-        let why = "without a reward that is a service";
-        let unused = |name, found: &dyn Display, differs: bool| {
-            if differs && !service { no_effect(name, found, why) } else { Ok(()) }
+        let has_service = rewards.iter().any(Spec::is_service);
+        let has_outside = rewards.iter().any(Spec::is_outside);
+        let without_service = "without a reward that is a service";
+        let unused = |name, value: &dyn Display, differs: bool| {
+            if differs && !has_service { no_effect(name, value, without_service) } else { Ok(()) }
         };
-        let own = "without a reward that is a program or a service";
-        let unwaited = |name, found: &dyn Display, differs: bool| {
-            if differs && !outside { no_effect(name, found, own) } else { Ok(()) }
+        let without_outside = "without a reward that is a program or a service";
+        let unwaited = |name, value: &dyn Display, differs: bool| {
+            if differs && !has_outside { no_effect(name, value, without_outside) } else { Ok(()) }
         };
         let has_model = rewards.iter().any(|reward| reward.model_path().is_some());
-        let (label, rows, requests) = (&self.reward_label_column, self.reward_batch_size, self.reward_concurrency);
+        let label = &self.reward_label_column;
+        let rows = self.reward_batch_size;
+        let requests = self.reward_concurrency;
         all([
             if self.reward_pair && !has_model {
                 no_effect("reward_pair", true, "without a reward that is a model")
@@ -497,7 +501,7 @@ impl Rewards {
                 }
                 Kind::Command(command) => {
                     let mut reward = CommandReward::new(command, retry(settings));
-                    // It initializes while models and prompts are loaded.
+                    // The program initializes while models and prompts are loaded.
                     reward.start()?;
                     Box::new(reward)
                 }
@@ -513,7 +517,7 @@ impl Rewards {
     }
 }
 
-/// Returns the reward `name` of a function of Python, imported.
+/// Returns the reward `name` that is a Python function, imported.
 ///
 /// # Errors
 /// If it cannot be imported.
@@ -552,7 +556,7 @@ mod tests {
         config
     }
 
-    fn of(settings: &RewardSourcesConfig) -> RewardSources<'_> {
+    fn sources(settings: &RewardSourcesConfig) -> RewardSources<'_> {
         RewardSources { model: None, revision: None, label: None, settings }
     }
 
@@ -572,7 +576,7 @@ mod tests {
             c.reward_normalize = texts(&["url=mean_std", "url=std"]);
         });
         config.reward_scale = texts(&["json=3"]);
-        let specs = specs(of(&config)).unwrap();
+        let specs = specs(sources(&config)).unwrap();
         let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
         assert_eq!(names, ["command", "url", "length", "tags", "model", "json", "short", "mine"]);
         let weights: Vec<f64> = specs.iter().map(|spec| spec.transform.weight).collect();
@@ -586,7 +590,7 @@ mod tests {
         assert_eq!((specs[4].transform.clip, specs[5].transform.scale), (Some(5.0), 3.0));
         assert_eq!(specs[1].transform.normalize, Normalize::Std, "the last one counts");
         config.reward_weights = texts(&["1", "2", "3", "-4", "5", "0.5", "6", "7"]);
-        let weights = super::specs(of(&config)).unwrap().into_iter().map(|spec| spec.transform.weight);
+        let weights = super::specs(sources(&config)).unwrap().into_iter().map(|spec| spec.transform.weight);
         assert_eq!(weights.collect::<Vec<_>>(), [1.0, 2.0, 3.0, -4.0, 5.0, 0.5, 6.0, 7.0]);
         let cards = specs[..2].iter().map(|spec| spec.about.as_str());
         assert_eq!(Vec::from_iter(cards), ["a program", "a service"], "the model card has no secrets");
@@ -647,12 +651,12 @@ mod tests {
             (&["length:x"], &[], "reward = length:x: expected a length above 0"),
         ] {
             let config = config(|c| (c.reward, c.reward_weights) = (texts(rewards), texts(weights)));
-            let error = specs(of(&config)).unwrap_err();
+            let error = specs(sources(&config)).unwrap_err();
             assert!(error.to_string().starts_with(message) && !error.to_string().contains("secret"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
         let config = config(|_| ());
-        assert!(specs(of(&config)).unwrap().is_empty());
+        assert!(specs(sources(&config)).unwrap().is_empty());
         let labelled = RewardSources { label: Some("POSITIVE"), ..of(&config) };
         assert!(
             specs(labelled).unwrap_err().to_string().starts_with("reward_label = POSITIVE needs reward_model_path")

@@ -39,11 +39,11 @@ pub enum TrlFunction {
         /// Column of the solution: a text or a number, or a list of them, of which one must be equal.
         column: String,
     },
-    /// As [`TrlFunction::Accuracy`] for the text after the last delimiter; 0 for a response without one.
+    /// [`TrlFunction::Accuracy`] of the text after the last delimiter; 0 for a response without a delimiter.
     ReasoningAccuracy {
         /// Column of the solution.
         column: String,
-        /// Ends of the reasoning; the first one that is in the response counts.
+        /// Ends of the reasoning; the first one of the list that is in the response counts.
         reasoning_delimiters: Vec<String>,
     },
     /// 1 if the response begins with `<think>`, has no second one, and has `</think>`; else 0.
@@ -105,8 +105,8 @@ impl Arguments<'_> {
         expected: &str,
         valid: impl Fn(T) -> bool,
     ) -> Result<T> {
-        let found = self.values.get(key).map_or(default, |text| text.parse().ok());
-        found
+        let value = self.values.get(key).map_or(default, |text| text.parse().ok());
+        value
             .filter(|value| valid(*value))
             .ok_or_else(|| wrong(self.kind, self.argument, &format!("{key}, {expected}, as in {}", example(self.kind))))
     }
@@ -125,11 +125,11 @@ fn example(kind: &str) -> &'static str {
     }
 }
 
-/// Columns in which datasets have a solution.
+/// Names of columns that hold a solution in datasets.
 const SOLUTIONS: [&str; 6] = ["solution", "answer", "ground_truth", "final_answer", "target", "label"];
 
 impl TrlFunction {
-    /// Parses the function `kind` with its arguments, such as `max_len=100`. Those that TRL's functions have no defaults for have the
+    /// Parses the function `kind` with its arguments, such as `max_len=100`. Arguments without a default in TRL's functions have the
     /// values of `trl grpo`.
     ///
     /// # Errors
@@ -202,7 +202,7 @@ impl TrlFunction {
         })
     }
 
-    /// Returns the end of the error about a row without the column: the one that is probably meant, and how it is named.
+    /// Returns the end of the error about a row without the column: the column that is probably meant, and how to name it.
     fn hint(&self, row: &Value) -> String {
         let Some(column) = SOLUTIONS.iter().find(|column| row.get(**column).is_some()) else { return String::new() };
         match self {
@@ -213,7 +213,8 @@ impl TrlFunction {
 
     /// Returns the score of a response, and true if equality with its solution was undecided.
     fn score(&self, input: &RewardInput<'_>) -> Result<(Score, bool)> {
-        let (text, len) = (input.response, input.response_ids.len());
+        let text = input.response;
+        let len = input.response_ids.len();
         let decided = |score: f64| Ok((Score::Response(score), false));
         match self {
             Self::Accuracy { column } => {
@@ -232,7 +233,9 @@ impl TrlFunction {
                 decided(f64::from(u8::from(valid)))
             }
             Self::SoftOverlongPunishment { max_completion_len, soft_punish_cache } => {
-                let (most, cache, len) = (*max_completion_len as f64, *soft_punish_cache as f64, len as f64);
+                let most = *max_completion_len as f64;
+                let cache = *soft_punish_cache as f64;
+                let len = len as f64;
                 decided(if len <= most - cache {
                     0.0
                 } else if len <= most {
@@ -270,7 +273,7 @@ impl TrlFunction {
     }
 }
 
-/// Returns true if the answer in a text is equal to a solution in the column, or `None` if no solution has a value; and true if it
+/// Returns true if the answer in a text is equal to a solution in the column, or `None` if no solution has a value; and true if the answer
 /// counts as wrong because equality was undecided.
 fn accuracy(text: &str, row: &Value, column: &str) -> Result<(Option<bool>, bool)> {
     let solutions: Vec<Solution> =

@@ -113,7 +113,8 @@ pub enum Aggregation {
 impl AdvantageConfig {
     /// Checks this group of settings alone.
     pub(crate) fn check(&self) -> Result<()> {
-        let (estimator, rows) = (self.advantage_estimator, self.num_generations);
+        let estimator = self.advantage_estimator;
+        let rows = self.num_generations;
         let name = estimator.name();
         let mut refusals = Refusals::default();
         let least = if estimator.compares_groups() { 2 } else { 1 };
@@ -126,26 +127,27 @@ impl AdvantageConfig {
                 ),
             ))?;
         }
-        let only = |allowed: bool, setting: &str, value: String, whose: &str| {
+        let only = |allowed: bool, setting: &str, value: String, owner: &str| {
             if allowed {
                 Ok(())
             } else {
-                no_effect(setting, value, &format!("with advantage_estimator = {name}: it is a setting of {whose}"))
+                no_effect(setting, value, &format!("with advantage_estimator = {name}: it is a setting of {owner}"))
             }
         };
-        let (of_gae, of_grpo) = (estimator == AdvantageEstimator::Gae, estimator == AdvantageEstimator::Grpo);
+        let is_gae = estimator == AdvantageEstimator::Gae;
+        let is_grpo = estimator == AdvantageEstimator::Grpo;
         let scale = self.scale_rewards.name();
         let implied = estimator == AdvantageEstimator::DrGrpo && self.scale_rewards == ScaleRewards::None;
         if self.scale_rewards != ScaleRewards::Group && !implied {
-            refusals.add(only(of_grpo, name_of!(self.scale_rewards), scale.into(), "grpo"))?;
+            refusals.add(only(is_grpo, name_of!(self.scale_rewards), scale.into(), "grpo"))?;
         }
         if self.normalize_advantages {
-            let of_rloo = estimator == AdvantageEstimator::Rloo;
-            refusals.add(only(of_rloo, name_of!(self.normalize_advantages), "true".into(), "rloo"))?;
+            let is_rloo = estimator == AdvantageEstimator::Rloo;
+            refusals.add(only(is_rloo, name_of!(self.normalize_advantages), "true".into(), "rloo"))?;
         }
         if self.multi_objective_aggregation == Aggregation::NormalizeThenSum {
             let setting = "multi_objective_aggregation";
-            refusals.add(only(of_grpo, setting, "normalize_then_sum".into(), "grpo"))?;
+            refusals.add(only(is_grpo, setting, "normalize_then_sum".into(), "grpo"))?;
             if self.scale_rewards != ScaleRewards::Group {
                 refusals.add(no_effect(
                     name_of!(self.scale_rewards),
@@ -158,7 +160,7 @@ impl AdvantageConfig {
             [(name_of!(self.lam_policy), self.lam_policy), (name_of!(self.lam_policy_alpha), self.lam_policy_alpha)]
         {
             let Some(value) = value else { continue };
-            refusals.add(only(of_gae, setting, value.to_string(), "gae"))?;
+            refusals.add(only(is_gae, setting, value.to_string(), "gae"))?;
             refusals.add(if setting == "lam_policy" {
                 zero_to_one(setting, value)
             } else {
@@ -251,7 +253,7 @@ impl Advantage {
 
     /// Advantages and returns of `rewards`, `[B, R]` f32 each; neither is whitened. Returns are targets of a critic: 0 without one.
     ///
-    /// `reward_clip`: the bounds within which the total scores are in `rewards`; baselines of scores are made of the same numbers.
+    /// `reward_clip`: the bounds of the total scores in `rewards`; baselines are made of scores within the same bounds.
     pub fn estimate(&self, e: &Experience, rewards: &Tensor, reward_clip: Option<[f64; 2]>) -> (Tensor, Tensor) {
         match *self {
             Self::Gae { gamma, lam, lam_policy } => {
@@ -259,25 +261,26 @@ impl Advantage {
                     math::gae_across(rewards, &e.values, &e.masks.value, e.masks.inserted.as_ref(), gamma, lam)
                 };
                 let (advantages, returns) = gae(&Lambda::Fixed(lam));
-                let of_policy = match lam_policy {
+                let advantages = match lam_policy {
                     None => return (advantages, returns),
                     Some(PolicyLambda::Fixed(lam)) => gae(&Lambda::Fixed(lam)).0,
                     Some(PolicyLambda::OfLength { alpha }) => {
-                        let of_length = |&length: &i64| (1.0 - 1.0 / (alpha * (length.max(1)) as f64)).max(0.0) as f32;
-                        let lams: Vec<f32> = e.counted_and_sampled().iter().map(of_length).collect();
-                        gae(&Lambda::OfRows(Tensor::from_slice(&lams))).0
+                        let lambda = |&length: &i64| (1.0 - 1.0 / (alpha * (length.max(1)) as f64)).max(0.0) as f32;
+                        let lams: Vec<f32> = e.counted_and_sampled().iter().map(lambda).collect();
+                        gae(&Lambda::PerRow(Tensor::from_slice(&lams))).0
                     }
                 };
-                (of_policy, returns)
+                (advantages, returns)
             }
             Self::Group { baseline, scale, normalize, each_reward } => {
-                let of_rows = if each_reward {
-                    of_each_reward(e)
+                let row_advantages = if each_reward {
+                    compared_by_reward(e)
                 } else {
                     compared(&e.total_rewards(rewards), &e.groups, baseline, scale)
                 };
-                let of_rows = if normalize { math::normalize_rows(&of_rows, STD_EPSILON) } else { of_rows };
-                (math::to_all_tokens(&of_rows, &e.masks.loss), rewards.zeros_like())
+                let row_advantages =
+                    if normalize { math::normalize_rows(&row_advantages, STD_EPSILON) } else { row_advantages };
+                (math::to_all_tokens(&row_advantages, &e.masks.loss), rewards.zeros_like())
             }
             Self::Returns { gamma, baseline } => {
                 let baselines = match baseline {
@@ -308,8 +311,8 @@ impl Advantage {
     }
 }
 
-/// Advantages of the rows of an update by their total rewards, of which NaN is none: 0 there, and for a row without another to compare
-/// it with.
+/// Advantages of the rows of an update by their total rewards, where NaN is no total. A row without a total, or without another row to compare
+/// it with, gets 0 or NaN, which [`math::to_all_tokens`] makes 0.
 fn compared(totals: &[f64], groups: &[usize], baseline: Baseline, scale: ScaleRewards) -> Vec<f64> {
     let leave_out = if baseline == Baseline::LeaveOneOut { LeaveOut::Itself } else { LeaveOut::Nothing };
     let means = math::group_means(totals, groups, leave_out);
@@ -322,9 +325,9 @@ fn compared(totals: &[f64], groups: &[usize], baseline: Baseline, scale: ScaleRe
     rows.map(|((total, mean), scale)| (total - mean) / scale).collect()
 }
 
-/// Advantages of the rows of an update whose rewards are compared one by one within their groups; their weighted sums are normalized over
-/// the update. Source: Liu et al. 2026, GDPO, as TRL's `normalize_then_sum`.
-fn of_each_reward(e: &Experience) -> Vec<f64> {
+/// Advantages of the rows of an update where each reward is compared by itself within its group; the weighted sums are normalized over the
+/// update. Source: Liu et al. 2026, GDPO, as TRL's `normalize_then_sum`.
+fn compared_by_reward(e: &Experience) -> Vec<f64> {
     let mut sums = vec![f64::NAN; e.rows()];
     for (weight, scores) in e.rewards.iter().flatten() {
         let compared = compared(scores, &e.groups, Baseline::Mean, ScaleRewards::Group);
@@ -353,8 +356,8 @@ pub(crate) fn whiten_update(advantages: &Tensor, mask: &Tensor, how: WhitenAdvan
 /// `advantages` whitened over the tokens of `rows` alone; 0 in other rows.
 pub(crate) fn whiten_rows(advantages: &Tensor, rows: &[usize], mask: &Tensor) -> Tensor {
     let index = row_index(rows, advantages);
-    let theirs = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
-    math::whiten(advantages, &theirs, true)
+    let rows_mask = mask.zeros_like().index_copy(0, &index, &mask.index_select(0, &index));
+    math::whiten(advantages, &rows_mask, true)
 }
 
 #[cfg(test)]
@@ -367,7 +370,7 @@ mod tests {
     const NONE: f64 = f64::NAN;
 
     /// Advantages of rows with one token each and these scores, in groups of three.
-    fn of_groups(scores: &[f64], advantage: Advantage) -> Vec<f64> {
+    fn estimate_groups(scores: &[f64], advantage: Advantage) -> Vec<f64> {
         let e = experience(&vec![1; scores.len()], 3, scores);
         let (advantages, returns) = advantage.estimate(&e, &e.scores.unsqueeze(1), None);
         assert_eq!(returns.abs().sum(Kind::Double).double_value(&[]), 0.0, "there is no critic");
@@ -395,10 +398,10 @@ mod tests {
             each_reward: false,
         };
         // 1 - (2 + 4) / 2 = -2.
-        assert_near(&of_groups(&SCORES, rloo(false)), &[-2.0, -0.5, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        assert_near(&estimate_groups(&SCORES, rloo(false)), &[-2.0, -0.5, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
         // Mean 0 and deviation 1.62019 of the five rows that can be compared; the others count in neither.
         let expected = [-1.234_350_6, -0.308_587_7, 1.542_938_3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-        assert_near(&of_groups(&SCORES, rloo(true)), &expected);
+        assert_near(&estimate_groups(&SCORES, rloo(true)), &expected);
     }
 
     #[test]
@@ -409,7 +412,7 @@ mod tests {
             (ScaleRewards::None, [-4.0 / 3.0, -1.0 / 3.0, 5.0 / 3.0]),
         ] {
             let grpo = Advantage::Group { baseline: Baseline::Mean, scale, normalize: false, each_reward: false };
-            assert_near(&of_groups(&SCORES, grpo), &[&expected[..], &[0.0; 6]].concat());
+            assert_near(&estimate_groups(&SCORES, grpo), &[&expected[..], &[0.0; 6]].concat());
         }
     }
 
@@ -468,17 +471,17 @@ mod tests {
     #[test]
     fn a_row_without_a_score_has_the_advantage_0_and_is_in_no_whitening() {
         let scores = [1.0, 1.0, NONE, 4.0, 2.0, 3.0];
-        let of = |scores: &[f64], size, baseline, how| {
+        let estimate = |scores: &[f64], size, baseline, how| {
             let mut e = experience(&vec![1; scores.len()], size, scores);
             e.baselines = Some(Tensor::full([scores.len() as i64], 0.5, (Kind::Float, tch::Device::Cpu)));
             to_host(&targets(&e, 0.0, &shaping(baseline, None, how)).advantages)
         };
         let none = WhitenAdvantages::None;
-        assert_near(&of(&scores, 3, ScoreBaseline::GroupMean, none), &[0.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
-        assert_near(&of(&scores, 3, ScoreBaseline::Greedy, none), &[0.5, 0.5, 0.0, 3.5, 1.5, 2.5]);
+        assert_near(&estimate(&scores, 3, ScoreBaseline::GroupMean, none), &[0.0, 0.0, 0.0, 1.0, -1.0, 0.0]);
+        assert_near(&estimate(&scores, 3, ScoreBaseline::Greedy, none), &[0.5, 0.5, 0.0, 3.5, 1.5, 2.5]);
         // Whitened as the update is without that row.
         for baseline in [ScoreBaseline::Zero, ScoreBaseline::GroupMean] {
-            let all = of(&scores, 3, baseline, WhitenAdvantages::Batch);
+            let all = estimate(&scores, 3, baseline, WhitenAdvantages::Batch);
             assert_eq!(all[2], 0.0, "{baseline:?}");
             let mut e = experience(&[1; 5], 3, &[1.0, 1.0, 4.0, 2.0, 3.0]);
             e.groups = vec![0, 0, 1, 1, 1];
@@ -487,9 +490,9 @@ mod tests {
         }
         // Over a mini-batch of all rows it is the same.
         let e = experience(&[1; 6], 3, &scores);
-        let own = targets(&e, 0.0, &shaping(ScoreBaseline::Zero, None, WhitenAdvantages::MiniBatch)).advantages;
-        let own = whiten_rows(&own, &[0, 1, 2, 3, 4, 5], &e.whitened_mask(false));
-        assert_near(&to_host(&own), &of(&scores, 3, ScoreBaseline::Zero, WhitenAdvantages::Batch));
+        let advantages = targets(&e, 0.0, &shaping(ScoreBaseline::Zero, None, WhitenAdvantages::MiniBatch)).advantages;
+        let whitened = whiten_rows(&advantages, &[0, 1, 2, 3, 4, 5], &e.whitened_mask(false));
+        assert_near(&to_host(&whitened), &estimate(&scores, 3, ScoreBaseline::Zero, WhitenAdvantages::Batch));
         // With a critic the score of such a row is 0, as before.
         assert_eq!(e.whitened_mask(true).sum(Kind::Int64).int64_value(&[]), 6);
     }
@@ -498,17 +501,17 @@ mod tests {
     fn baselines_are_those_of_the_scores_that_become_rewards() {
         let mut e = experience(&[1; 2], 2, &[0.0, 100.0]);
         e.baselines = Some(Tensor::from_slice(&[50.0f32, 2.0]));
-        let of = |e: &Experience, baseline| {
+        let estimate = |e: &Experience, baseline| {
             let clip = Some([-10.0, 10.0]);
             to_host(&targets(e, 0.0, &shaping(baseline, clip, WhitenAdvantages::None)).advantages)
         };
         // Scores of 0 and 10, less their mean and less greedy scores of 10 and 2.
-        assert_near(&of(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
-        assert_near(&of(&e, ScoreBaseline::Greedy), &[-10.0, 8.0]);
+        assert_near(&estimate(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
+        assert_near(&estimate(&e, ScoreBaseline::Greedy), &[-10.0, 8.0]);
         // With scores of tokens the totals are clipped: 4 + 96, and 0.
         let mut e = experience(&[1; 2], 2, &[0.0, 4.0]);
         e.token_scores = Some(Tensor::from_slice(&[0.0f32, 96.0]).unsqueeze(1));
-        assert_near(&of(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
+        assert_near(&estimate(&e, ScoreBaseline::GroupMean), &[-5.0, 5.0]);
     }
 
     #[test]

@@ -12,36 +12,36 @@ use rlhf_base::metrics::{Metrics, Warning, WarningKind};
 use rlhf_lm::generate::{FinishReason, Response};
 use scores::Scores;
 use serde::{Deserialize, Serialize};
-use tools::{Found, Tools};
 pub(crate) use tools::{LEAST_CALLS, LEFT_CALLS, MOST_DEAD, MOST_FAILED};
+use tools::{Problem, Tools};
 
 /// Growth of the KL to the reference model, in nats per token, above which it counts as runaway. Healthy runs stay below 0.4 (the
 /// examples in this repository: at most 0.36); at 1 the policy gives each of its tokens e times the reference's probability.
 const MOST_KL_PER_TOKEN: f64 = 1.0;
 
-/// Share of the way from its first value to that of the alarm from which on a metric has begun to move.
+/// A metric has begun to move once it has gone this share of the way from its first value to the alarm's threshold.
 const BEGINNING: f64 = 0.5;
 
 /// Entropy in nats per token below which the policy has collapsed: its likeliest token then has a probability of about 99 % at
 /// each position. Language models that still learn have more; one that has solved its task may have as little, see [`Scores::solved`].
 const LEAST_ENTROPY: f64 = 0.05;
 
-/// Share of the difference between the first length of responses and the maximum, above which lengths drift to the limit. With mean
-/// lengths so near to it, many responses are cut.
+/// Lengths have drifted to the limit once they have grown by this share of the difference between the first length of responses and
+/// the maximum. With mean lengths so near to the maximum, many responses are cut.
 const MOST_GROWTH: f64 = 0.8;
 
-/// Updates over which a length is averaged, and for which responses have to be alike or tokens clipped: one update may have few of
-/// them.
+/// Number of updates over which a length is averaged, and for which responses have to be alike or tokens clipped: one update may have
+/// few of them.
 const FEW_UPDATES: usize = 3;
 
 /// Consecutive responses without a stop token after which there is a warning; a policy that stops one time in twenty has so many
 /// in a row once in 170 times.
 const UNSTOPPED_RESPONSES: usize = 100;
 
-/// Responses by which a share of stops is measured, at least.
+/// Fewest responses by which a share of stops is measured.
 const STOP_WINDOW: usize = 128;
 
-/// Number of standard errors between two shares of stops that is no chance: one time in 30,000.
+/// Two shares of stops that differ by more than this many standard errors do not differ by chance: that happens one time in 30,000.
 const STANDARD_ERRORS: f64 = 4.0;
 
 /// Share of responses that equal a response to another prompt above which responses are alike.
@@ -70,13 +70,13 @@ const MOST_MISMATCH: f64 = 0.1;
 
 /// Factor over the running median at which the norm of a gradient leaps; in the examples of this repository it is at most 3.
 const NORM_LEAP: f64 = 10.0;
-/// Norm up to which a gradient is left out: of equal scores, or of a policy that always gives the same response.
+/// A gradient with a norm up to this does not count: all scores are equal, or the policy always gives the same response.
 const LEAST_NORM: f64 = 1e-3;
-/// Updates of the running median, at most and at least.
+/// Most and fewest norms in a running median.
 const NORMS: usize = 20;
 const LEAST_NORMS: usize = 8;
 
-/// Metrics of gradient norms, with the model that each is of.
+/// Metrics of gradient norms, each with the name of its model.
 const NORM_METRICS: [(&str, &str); 2] = [("policy/grad_norm", "the policy"), ("val/grad_norm", "the value model")];
 
 /// The responses of an update, with what ends a response.
@@ -91,7 +91,7 @@ pub(crate) struct Sampled<'a> {
     pub(crate) stop: &'a [i64],
     /// Tokens that end a text.
     pub(crate) eos: &'a [i64],
-    /// Something ends a response.
+    /// Whether something other than the length limit ends a response.
     pub(crate) may_stop: bool,
     /// With an environment: responses that end in the middle of a turn, or with a call whose result did not fit.
     pub(crate) cut: Option<usize>,
@@ -103,7 +103,7 @@ pub(crate) struct Alarms {
     /// Kinds that were raised.
     #[serde(rename = "told")]
     raised: Vec<WarningKind>,
-    /// Maximum tokens of a response; `None` where nothing else ends one, so that all have as many.
+    /// Maximum tokens of a response; `None` where nothing else ends a response, so that all have this length.
     #[serde(skip)]
     length_limit: Option<usize>,
     /// KL per token in the first update; above 0 where the reference is another model than the initial policy.
@@ -124,7 +124,8 @@ pub(crate) struct Alarms {
     /// Entropy per token in the first update.
     first_entropy: Option<f64>,
     tools: Tools,
-    /// Alarms whose metric has begun to move, each with the first of the consecutive updates up to the last one in which it has.
+    /// Alarms whose metric has begun to move, each with the update of its beginning: the metric has moved in all updates from there to
+    /// the last one.
     moving: Vec<(WarningKind, usize)>,
 }
 
@@ -135,7 +136,7 @@ struct Lengths {
     last: Vec<f64>,
 }
 
-/// Responses that ended by a stop token, and all, of each update: the first ones, and the last ones.
+/// Number of responses that ended by a stop token, and number of all responses, per update: of the first updates and of the last ones.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Stops {
     first: Vec<[usize; 2]>,
@@ -158,27 +159,27 @@ impl Alarms {
     }
 
     /// Records the responses that an update sampled; returns new warnings.
-    pub(crate) fn of_responses(&mut self, sampled: &Sampled<'_>) -> Vec<Warning> {
-        let found = [
+    pub(crate) fn observe_responses(&mut self, sampled: &Sampled<'_>) -> Vec<Warning> {
+        let warnings = [
             self.ignored_eos(sampled),
             self.missing_stops(sampled),
             self.fewer_stops(sampled),
             self.alike_responses(sampled),
         ];
-        let all = sampled.responses.len();
-        let cut = sampled.cut.and_then(|cut| self.tools.observe_cuts(sampled.update, cut, all));
-        let cut = cut.and_then(|cut| self.of_tools(sampled.update, cut));
-        found.into_iter().flatten().chain(cut).collect()
+        let response_count = sampled.responses.len();
+        let problem = sampled.cut.and_then(|cut| self.tools.observe_cuts(sampled.update, cut, response_count));
+        let cut_warning = problem.and_then(|problem| self.tool_warning(sampled.update, problem));
+        warnings.into_iter().flatten().chain(cut_warning).collect()
     }
 
-    /// Records the scores of the groups of `size` rows of an update; returns a warning when too many in a row were equal.
-    pub(crate) fn of_groups(&mut self, update: usize, scores: &[f64], size: usize) -> Option<Warning> {
+    /// Records the scores of the groups of an update, of `size` rows each; returns a warning when too many groups in a row had equal scores.
+    pub(crate) fn observe_groups(&mut self, update: usize, scores: &[f64], size: usize) -> Option<Warning> {
         let message = self.equal_groups.observe(update, scores, size)?;
         self.once(WarningKind::EqualScores, || message)
     }
 
     /// Records the metrics of an update whose unmasked responses have `length` tokens on average; returns new warnings.
-    pub(crate) fn of_metrics(&mut self, update: usize, metrics: &Metrics, length: f64) -> Vec<Warning> {
+    pub(crate) fn observe_metrics(&mut self, update: usize, metrics: &Metrics, length: f64) -> Vec<Warning> {
         // Another check reports numbers that are not finite.
         let finite = |name: &str| metrics.get(name).filter(|number| number.is_finite());
         let score = finite("objective/raw_scores").or(finite("objective/scores"));
@@ -187,7 +188,7 @@ impl Alarms {
         }
         // KL and entropy are those of unmasked responses.
         let per_token = |name: &str| finite(name).map(|number| number / length).filter(|number| number.is_finite());
-        let found = [
+        let warnings = [
             self.runaway_kl(update, per_token("objective/kl")),
             self.low_entropy(update, per_token("objective/entropy"), score),
             self.length_limit(update, &finite),
@@ -199,13 +200,13 @@ impl Alarms {
             self.sampling_mismatch(update, &finite),
         ];
         let solved = score.is_some_and(|score| self.scores.solved(score));
-        let of_tools = self.tools.observe(update, &finite, rows(metrics), solved);
-        let of_tools = of_tools.into_iter().filter_map(|found| self.of_tools(update, found));
-        found.into_iter().flatten().chain(of_tools).collect()
+        let tool_problems = self.tools.observe(update, &finite, rows(metrics), solved);
+        let tool_warnings = tool_problems.into_iter().filter_map(|problem| self.tool_warning(update, problem));
+        warnings.into_iter().flatten().chain(tool_warnings).collect()
     }
 
     /// Returns the warning of a problem with tools.
-    fn of_tools(&mut self, update: usize, (kind, updates, message): Found) -> Option<Warning> {
+    fn tool_warning(&mut self, update: usize, (kind, updates, message): Problem) -> Option<Warning> {
         self.moves_since(kind, update, updates);
         self.once(kind, || message)
     }
@@ -217,7 +218,8 @@ impl Alarms {
             let before_last = response.tokens.split_last().map_or(&[][..], |(_, before)| before);
             before_last.iter().any(|id| eos.contains(id) && !stop.contains(id))
         };
-        let (all, ignored) = (responses.len(), responses.iter().filter(continues_after_eos).count());
+        let all = responses.len();
+        let ignored = responses.iter().filter(continues_after_eos).count();
         self.observe_move(WarningKind::IgnoredEos, update, ignored as f64 > BEGINNING * all as f64 / 2.0);
         if 2 * ignored <= all {
             return None;
@@ -276,7 +278,8 @@ impl Alarms {
         let first = mean(&alike.first);
         let is_alike = shared > MOST_SHARED || distinct_bigrams < LEAST_BIGRAMS * first;
         alike.updates = if is_alike { alike.updates + 1 } else { 0 };
-        let (updates, update) = (alike.updates, sampled.update);
+        let updates = alike.updates;
+        let update = sampled.update;
         if updates < FEW_UPDATES {
             return None;
         }
@@ -313,13 +316,13 @@ impl Alarms {
     fn low_entropy(&mut self, update: usize, per_token: Option<f64>, score: Option<f64>) -> Option<Warning> {
         let entropy = per_token?;
         let first = *self.first_entropy.get_or_insert(entropy);
-        // Entropy falls in a run that learns too: not before it is low.
+        // Entropy also falls in a run that learns: it counts as moving only once it is low.
         let begins = (LEAST_ENTROPY / BEGINNING).min(LEAST_ENTROPY + BEGINNING * (first - LEAST_ENTROPY));
         self.observe_move(WarningKind::LowEntropy, update, entropy < begins);
         if entropy >= LEAST_ENTROPY || score.is_some_and(|score| self.scores.solved(score)) {
             return None;
         }
-        // No -0.000.
+        // Avoids printing -0.000.
         let entropy = entropy.max(0.0) + 0.0;
         self.once(WarningKind::LowEntropy, || {
             format!(
@@ -331,7 +334,8 @@ impl Alarms {
     }
 
     fn length_limit(&mut self, update: usize, number: &dyn Fn(&str) -> Option<f64>) -> Option<Warning> {
-        let (most, length) = (self.length_limit?, number("val/response_length")?);
+        let most = self.length_limit?;
+        let length = number("val/response_length")?;
         let Lengths { first, last } = &mut self.lengths;
         if first.len() < FEW_UPDATES {
             first.push(length);
@@ -340,7 +344,8 @@ impl Alarms {
         if last.len() > FEW_UPDATES {
             last.remove(0);
         }
-        let (first, last, limit) = (mean(first), mean(last), most as f64);
+        let (first, last) = (mean(first), mean(last));
+        let limit = most as f64;
         let begins = first + BEGINNING * MOST_GROWTH * (limit - first);
         self.observe_move(WarningKind::LengthLimit, update, length >= begins);
         if first > MOST_GROWTH * limit || last < first + MOST_GROWTH * (limit - first) {
@@ -369,7 +374,7 @@ impl Alarms {
     /// Looks for one of several rewards that has given every response of the run the same score.
     fn constant_reward(&mut self, update: usize, metrics: &Metrics) -> Option<Warning> {
         let cause = self.scores.observe_rewards(metrics, rows(metrics))?;
-        // Since the start of the run.
+        // The score has been constant since the start of the run.
         self.moves_since(WarningKind::EqualScores, update, update);
         self.once(WarningKind::EqualScores, || {
             format!("update {update}: {cause}: it has no effect; look at its input with `rlhf score`, or leave it out")
@@ -389,7 +394,7 @@ impl Alarms {
         }
         let updates = below.len();
         let (earlier, later) = below.split_at(updates / 2);
-        // Some large values change a mean, and not most pairs.
+        // A few large values change a mean, but not most pairs.
         let above = later.iter().map(|later| earlier.iter().filter(|earlier| later > *earlier).count()).sum::<usize>();
         let rises = mean(later) > (1.0 - LEAST_RISE) * mean(earlier)
             && above as f64 >= RISING_PAIRS * (earlier.len() * later.len()) as f64;
@@ -457,28 +462,28 @@ impl Alarms {
 
     /// Records whether the metric of an alarm has begun to move towards it in an update.
     fn observe_move(&mut self, kind: WarningKind, update: usize, moves: bool) {
-        match self.moving.iter().position(|(of, _)| *of == kind) {
+        match self.moving.iter().position(|(known, _)| *known == kind) {
             Some(at) if !moves => drop(self.moving.remove(at)),
             None if moves => self.moving.push((kind, update)),
             _ => {}
         }
     }
 
-    /// Records that the metric of an alarm has moved in each of the last `updates` updates, of which `update` is the last.
+    /// Records that the metric of an alarm has moved in each of the last `updates` updates, up to `update`.
     fn moves_since(&mut self, kind: WarningKind, update: usize, updates: usize) {
         self.observe_move(kind, update, false);
         self.observe_move(kind, (update + 1).saturating_sub(updates).max(1), true);
     }
 
-    /// Returns the update in which the metric of an alarm that was raised in `update` began to move, and the most updates of a checkpoint from
-    /// before that; 0 if there is none.
+    /// For an alarm that was raised in `update`: returns the update in which its metric began to move, and the largest number of updates that a
+    /// checkpoint from before that can have; 0 if there is none.
     ///
-    /// The metrics of an update are those of the policy after the one before it, except those of its optimizer steps.
+    /// The metrics of an update are those of the policy after the previous update, except the metrics of its optimizer steps.
     pub(crate) fn beginning(&self, kind: WarningKind, update: usize) -> (usize, usize) {
-        let began = self.moving.iter().find(|(of, _)| *of == kind).map_or(update, |(_, began)| *began);
-        let of_steps =
+        let began = self.moving.iter().find(|(known, _)| *known == kind).map_or(update, |(_, began)| *began);
+        let is_of_optimizer_steps =
             matches!(kind, WarningKind::HighClipShare | WarningKind::GradientLeap | WarningKind::SkippedSteps);
-        (began, began.saturating_sub(if of_steps { 1 } else { 2 }))
+        (began, began.saturating_sub(if is_of_optimizer_steps { 1 } else { 2 }))
     }
 
     /// A warning of a kind that is given once in a run, also where the run is resumed.
@@ -502,8 +507,8 @@ impl Alarms {
 }
 
 impl Stops {
-    /// Records an update; returns the share of the first responses that stopped and that of the last ones, if both are of enough
-    /// responses and differ by more than chance.
+    /// Records an update; returns the shares that stopped of the first responses and of the last ones, if there are enough of both and the
+    /// shares differ by more than chance.
     fn observe(&mut self, update: [usize; 2]) -> Option<(f64, f64)> {
         let sum =
             |updates: &[[usize; 2]]| updates.iter().fold([0, 0], |sum, next| [sum[0] + next[0], sum[1] + next[1]]);
@@ -515,16 +520,16 @@ impl Stops {
         while sum(&self.last[1..])[1] >= STOP_WINDOW {
             self.last.remove(0);
         }
-        let ([first, of_first], [last, of_last]) = (sum(&self.first), sum(&self.last));
+        let ([first, first_count], [last, last_count]) = (sum(&self.first), sum(&self.last));
         let count = |count: usize| count as f64;
-        let (before, now) = (count(first) / count(of_first), count(last) / count(of_last));
-        let both = count(first + last) / count(of_first + of_last);
-        let error = (both * (1.0 - both) * (1.0 / count(of_first) + 1.0 / count(of_last))).sqrt();
-        (of_last >= STOP_WINDOW && before - now > STANDARD_ERRORS * error).then_some((before, now))
+        let (before, now) = (count(first) / count(first_count), count(last) / count(last_count));
+        let both = count(first + last) / count(first_count + last_count);
+        let error = (both * (1.0 - both) * (1.0 / count(first_count) + 1.0 / count(last_count))).sqrt();
+        (last_count >= STOP_WINDOW && before - now > STANDARD_ERRORS * error).then_some((before, now))
     }
 }
 
-/// Responses of the update with these metrics.
+/// Number of responses of the update with these metrics.
 fn rows(metrics: &Metrics) -> f64 {
     let rows = metrics.get("episode").zip(metrics.get("step")).map(|(episode, step)| episode / step);
     rows.filter(|rows| rows.is_finite()).unwrap_or(0.0)
@@ -534,7 +539,7 @@ fn mean(numbers: &[f64]) -> f64 {
     numbers.iter().sum::<f64>() / numbers.len() as f64
 }
 
-/// Returns the median, the upper one of an even number of them.
+/// Returns the median; of an even number of values, the upper one of the two in the middle.
 fn median(numbers: &[f64]) -> Option<f64> {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -557,7 +562,7 @@ mod tests {
         metrics(&[("objective/kl", kl), ("objective/entropy", entropy), ("val/response_length", 10.0)])
     }
 
-    /// The length of responses none of which is masked.
+    /// The mean length of the responses, none of which is masked.
     fn length(metrics: &Metrics) -> f64 {
         metrics.get("val/response_length").unwrap_or(f64::NAN)
     }
@@ -568,26 +573,27 @@ mod tests {
 
     /// The updates, from 1, at which each alarm is raised over updates with these metrics, with a checkpoint after each.
     fn raised(mut alarms: Alarms, updates: impl IntoIterator<Item = Metrics>) -> Vec<(usize, WarningKind)> {
-        let (limit, mut found) = (alarms.length_limit, Vec::new());
+        let limit = alarms.length_limit;
+        let mut warnings = Vec::new();
         for (update, metrics) in (1..).zip(updates) {
-            found.extend(
-                alarms.of_metrics(update, &metrics, length(&metrics)).iter().map(|warning| (update, warning.kind)),
+            warnings.extend(
+                alarms.observe_metrics(update, &metrics, length(&metrics)).iter().map(|warning| (update, warning.kind)),
             );
             let mut resumed = Alarms::new(limit);
             resumed.load_state(serde_json::from_str(&serde_json::to_string(&alarms.state()).unwrap()).unwrap());
             assert_eq!(resumed, alarms);
             alarms = resumed;
         }
-        found
+        warnings
     }
 
     #[test]
     fn a_runaway_kl_and_an_entropy_near_0_are_reported_once_each_also_over_a_checkpoint() {
         let mut alarms = Alarms::default();
         // 3 nats per token to another reference is the start of this run; as much again is not.
-        assert_eq!(alarms.of_metrics(1, &kl_and_entropy(30.0, 20.0), 10.0), []);
-        assert_eq!(alarms.of_metrics(2, &kl_and_entropy(39.0, 0.6), 10.0), []);
-        let found = alarms.of_metrics(3, &kl_and_entropy(41.0, 0.4), 10.0);
+        assert_eq!(alarms.observe_metrics(1, &kl_and_entropy(30.0, 20.0), 10.0), []);
+        assert_eq!(alarms.observe_metrics(2, &kl_and_entropy(39.0, 0.6), 10.0), []);
+        let found = alarms.observe_metrics(3, &kl_and_entropy(41.0, 0.4), 10.0);
         assert_eq!(kinds(&found), [WarningKind::RunawayKl, WarningKind::LowEntropy]);
         let kl = "update 3: the KL to the reference is 4.10 nats per token, 3.00 in the first update: ";
         assert!(found[0].message.starts_with(kl), "{}", found[0].message);
@@ -595,11 +601,11 @@ mod tests {
         let mut resumed = Alarms::default();
         resumed.load_state(alarms.state());
         assert_eq!(resumed, alarms);
-        assert_eq!(resumed.of_metrics(4, &kl_and_entropy(400.0, 0.0), 10.0), []);
+        assert_eq!(resumed.observe_metrics(4, &kl_and_entropy(400.0, 0.0), 10.0), []);
         let empty = metrics(&[("objective/kl", 0.0), ("objective/entropy", 0.0), ("val/response_length", 0.0)]);
-        assert_eq!(Alarms::default().of_metrics(1, &empty, 0.0), [], "no tokens");
+        assert_eq!(Alarms::default().observe_metrics(1, &empty, 0.0), [], "no tokens");
         // Another check reports values that are not a number.
-        assert_eq!(Alarms::default().of_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN), 10.0), []);
+        assert_eq!(Alarms::default().observe_metrics(1, &kl_and_entropy(f64::NAN, f64::NAN), 10.0), []);
     }
 
     #[test]
@@ -607,7 +613,8 @@ mod tests {
         let mut alarms = Alarms::default();
         // Nats per 10 tokens; the third update's is chance, as the fourth's is near the start.
         let course = [0.0, 1.0, 6.0, 2.0, 5.5, 8.0, 10.5];
-        let updates = (1..).zip(course).map(|(update, kl)| alarms.of_metrics(update, &kl_and_entropy(kl, 9.0), 10.0));
+        let updates =
+            (1..).zip(course).map(|(update, kl)| alarms.observe_metrics(update, &kl_and_entropy(kl, 9.0), 10.0));
         assert_eq!(kinds(&updates.last().unwrap()), [WarningKind::RunawayKl]);
         // The policy after three updates was the last one whose KL was below 0.5 nats per token.
         assert_eq!(alarms.beginning(WarningKind::RunawayKl, 7), (5, 3));
@@ -616,15 +623,15 @@ mod tests {
         assert_eq!(resumed.beginning(WarningKind::RunawayKl, 7), (5, 3));
         // From the first update on there is no policy before it.
         let mut alarms = Alarms::default();
-        alarms.of_metrics(1, &kl_and_entropy(0.0, 0.6), 10.0);
-        alarms.of_metrics(2, &kl_and_entropy(11.0, 0.4), 10.0);
+        alarms.observe_metrics(1, &kl_and_entropy(0.0, 0.6), 10.0);
+        alarms.observe_metrics(2, &kl_and_entropy(11.0, 0.4), 10.0);
         assert_eq!(alarms.beginning(WarningKind::RunawayKl, 2), (2, 0));
         assert_eq!(alarms.beginning(WarningKind::LowEntropy, 2), (2, 0));
         // The steps of an update are after the checkpoint before it.
         assert_eq!(alarms.beginning(WarningKind::GradientLeap, 9), (9, 8));
         // Three updates with too many clipped tokens.
         for update in 3..6 {
-            alarms.of_metrics(update, &metrics(&[("policy/clipfrac_avg", 0.6)]), 10.0);
+            alarms.observe_metrics(update, &metrics(&[("policy/clipfrac_avg", 0.6)]), 10.0);
         }
         assert_eq!(alarms.beginning(WarningKind::HighClipShare, 5), (3, 2));
     }
@@ -726,7 +733,7 @@ mod tests {
         let messages: Vec<Warning> = (1..=4)
             .flat_map(|step| {
                 let metrics = update(step, 0.0, 0.4);
-                alarms.of_metrics(step, &metrics, length(&metrics))
+                alarms.observe_metrics(step, &metrics, length(&metrics))
             })
             .collect();
         let words = "update 4: the reward `format` has given all responses of each update the same score, 0 of late, in 256 responses";
@@ -757,7 +764,7 @@ mod tests {
     fn groups_of_equal_scores_are_reported_by_the_same_alarm() {
         let mut alarms = Alarms::default();
         let found: Vec<usize> =
-            (1..=100).filter(|&update| alarms.of_groups(update, &[1.0, 1.0, 2.0, 2.0], 2).is_some()).collect();
+            (1..=100).filter(|&update| alarms.observe_groups(update, &[1.0, 1.0, 2.0, 2.0], 2).is_some()).collect();
         assert_eq!((found.as_slice(), alarms.raised.as_slice()), (&[32][..], &[WarningKind::EqualScores][..]));
     }
 
@@ -820,7 +827,7 @@ mod tests {
             assert_eq!(raised(Alarms::default(), norms(&leaps)), [(12, WarningKind::GradientLeap)]);
             let mut alarms = Alarms::default();
             let found: Vec<Warning> =
-                norms(&leaps).iter().flat_map(|metrics| alarms.of_metrics(3, metrics, length(metrics))).collect();
+                norms(&leaps).iter().flat_map(|metrics| alarms.observe_metrics(3, metrics, length(metrics))).collect();
             let words = format!(
                 "update 3: {name} is 10.500, 10 times its median of late, 1.000: a few responses dominate the step of {model}"
             );
@@ -840,31 +847,38 @@ mod tests {
         }
     }
 
-    /// The warnings about responses to as many different prompts.
-    fn of(alarms: &mut Alarms, responses: &[Response], stop: &[i64], eos: &[i64], may_stop: bool) -> Vec<Warning> {
+    /// The warnings about these responses, each to a prompt of its own.
+    fn warnings(
+        alarms: &mut Alarms,
+        responses: &[Response],
+        stop: &[i64],
+        eos: &[i64],
+        may_stop: bool,
+    ) -> Vec<Warning> {
         let prompts: Vec<[i64; 1]> = (0..).take(responses.len()).map(|prompt| [prompt]).collect();
         let prompts: Vec<&[i64]> = prompts.iter().map(|prompt| &prompt[..]).collect();
-        alarms.of_responses(&Sampled { update: 1, prompts: &prompts, responses, stop, eos, may_stop, cut: None })
+        alarms.observe_responses(&Sampled { update: 1, prompts: &prompts, responses, stop, eos, may_stop, cut: None })
     }
 
     #[test]
     fn missing_stops_are_reported_after_a_hundred_responses_in_a_row_and_only_where_something_stops() {
-        let (open, stopped) = (vec![response(&[5, 6], false); 60], response(&[5, 9], true));
-        let of = |alarms: &mut Alarms, responses: &[Response], stop: &[i64]| {
-            kinds(&of(alarms, responses, stop, &[9], !stop.is_empty()))
+        let open = vec![response(&[5, 6], false); 60];
+        let stopped = response(&[5, 9], true);
+        let found = |alarms: &mut Alarms, responses: &[Response], stop: &[i64]| {
+            kinds(&warnings(alarms, responses, stop, &[9], !stop.is_empty()))
         };
         let mut alarms = Alarms::default();
-        assert_eq!(of(&mut alarms, &open, &[9]), []);
+        assert_eq!(found(&mut alarms, &open, &[9]), []);
         // One that stops, in the middle: 40 behind it and 59 more are 99.
         let mut mixed = open.clone();
         mixed[19] = stopped;
-        assert_eq!(of(&mut alarms, &mixed, &[9]), []);
-        assert_eq!(of(&mut alarms, &open[..59], &[9]), []);
-        assert_eq!(of(&mut alarms, &open[..1], &[9]), [WarningKind::NoStop]);
-        assert_eq!(of(&mut alarms, &open, &[9]), []);
+        assert_eq!(found(&mut alarms, &mixed, &[9]), []);
+        assert_eq!(found(&mut alarms, &open[..59], &[9]), []);
+        assert_eq!(found(&mut alarms, &open[..1], &[9]), [WarningKind::NoStop]);
+        assert_eq!(found(&mut alarms, &open, &[9]), []);
         let mut without = Alarms::default();
         for _ in 0..3 {
-            assert_eq!(of(&mut without, &open, &[]), []);
+            assert_eq!(found(&mut without, &open, &[]), []);
         }
     }
 
@@ -872,19 +886,19 @@ mod tests {
     fn a_share_of_stops_that_falls_by_half_is_reported_and_chance_is_not() {
         let update =
             |stopped: usize| -> Vec<Response> { (0..64).map(|row| response(&[5, 9], row < stopped)).collect() };
-        let of = |updates: &[usize]| -> Vec<(usize, WarningKind)> {
+        let found = |updates: &[usize]| -> Vec<(usize, WarningKind)> {
             let mut alarms = Alarms::default();
-            let found = (1..).zip(updates).flat_map(|(number, &stopped)| {
-                let found = kinds(&of(&mut alarms, &update(stopped), &[9], &[9], true));
-                found.into_iter().map(move |kind| (number, kind))
+            let raised = (1..).zip(updates).flat_map(|(number, &stopped)| {
+                let kinds = kinds(&warnings(&mut alarms, &update(stopped), &[9], &[9], true));
+                kinds.into_iter().map(move |kind| (number, kind))
             });
-            found.collect()
+            raised.collect()
         };
         // 120 of the first 128, and then 60 of the last.
-        assert_eq!(of(&[60, 60, 60, 55, 30, 30, 30]), [(6, WarningKind::FewerStops)]);
-        assert_eq!(of(&[60, 60, 60, 55, 31, 31, 31]), [], "not by half");
-        // From 16 to 8 of 128 is within four standard errors.
-        assert_eq!(of(&[8, 8, 4, 4, 4, 4]), []);
+        assert_eq!(found(&[60, 60, 60, 55, 30, 30, 30]), [(6, WarningKind::FewerStops)]);
+        assert_eq!(found(&[60, 60, 60, 55, 31, 31, 31]), [], "not by half");
+        // From 16 to 8 found 128 is within four standard errors.
+        assert_eq!(found(&[8, 8, 4, 4, 4, 4]), []);
     }
 
     #[test]
@@ -896,7 +910,7 @@ mod tests {
         let repeating: Vec<Response> = (0..8).map(|row| response(&[row / 2; 64], false)).collect();
         let run = |updates: &[&Vec<Response>]| -> Vec<Vec<WarningKind>> {
             let mut alarms = Alarms::default();
-            updates.iter().map(|responses| kinds(&of(&mut alarms, responses, &[], &[], false))).collect()
+            updates.iter().map(|responses| kinds(&warnings(&mut alarms, responses, &[], &[], false))).collect()
         };
         let alike = vec![WarningKind::AlikeResponses];
         assert_eq!(run(&[&different, &same, &same, &same, &same])[2..], [vec![], alike.clone(), vec![]]);
@@ -909,7 +923,8 @@ mod tests {
 
     #[test]
     fn an_eos_that_stops_nothing_is_reported_where_most_responses_continue_after_one() {
-        let hidden = |stop: &[i64], responses: &[Response]| of(&mut Alarms::default(), responses, stop, &[9, 7], true);
+        let hidden =
+            |stop: &[i64], responses: &[Response]| warnings(&mut Alarms::default(), responses, stop, &[9, 7], true);
         let (inside, at_end, none) =
             (response(&[5, 9, 6], false), response(&[5, 6, 9], false), response(&[5, 6, 6], false));
         let most = [inside.clone(), inside.clone(), none.clone()];

@@ -13,21 +13,21 @@ use rlhf_lm::model::CausalLm;
 use std::fmt::{self, Display};
 use tch::{Kind, Tensor};
 
-/// Most prompts of the checks.
+/// Most prompts in the checks.
 pub(crate) const ROWS: usize = 4;
 
-/// Most tokens of their responses: enough to leave the prompt behind, few enough to cost little.
+/// Most tokens of a response in the checks: enough to leave the prompt behind, few enough to cost little.
 pub(crate) const TOKENS: usize = 32;
 
 /// Distances between log-probabilities that should be equal, each a root mean square over the tokens of a few responses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Checks {
-    /// Between the rollout and the pass that training uses: the first ratio is 1 as far as this is 0.
+    /// Between the rollout and the pass that training uses: the first ratio is as close to 1 as this is to 0.
     pub ratio: f64,
     /// Between policy and reference.
     pub kl: ReferenceKl,
-    /// Between decoding with a cache and one pass over the whole text; `None` where the model's angles depend on the length
-    /// of the text, so that these differ by design.
+    /// Between decoding with a cache and one pass over the whole text; `None` where the model's rotary angles depend on the length
+    /// of the text, so that the two differ by design.
     pub cached: Option<f64>,
 }
 
@@ -36,16 +36,16 @@ pub struct Checks {
 pub enum ReferenceKl {
     /// Between models of equal weights.
     Measured(f64),
-    /// The models are different, so that their KL is not 0 at any time.
+    /// The models are different, so that their KL is never 0.
     OtherModel,
     /// There is no reference model.
     NoModel,
 }
 
-/// Settings for the rows of [`Checks::of`], which are evaluated as those of an update.
+/// Settings of [`Checks::of`], which evaluates its rows as an update does.
 #[derive(Debug, Clone)]
 pub struct CheckSettings {
-    /// Settings of the passes that evaluate them; with `recompute_logprobs`.
+    /// Settings of the passes over the rows; with `recompute_logprobs`.
     pub rollout: RolloutSettings,
     /// Settings for rewards and targets.
     pub shaping: Shaping,
@@ -56,7 +56,7 @@ pub struct CheckSettings {
 }
 
 impl ReferenceKl {
-    /// The distance, where it is that of equal models.
+    /// The distance between the models, if their weights are equal.
     pub fn distance(self) -> Option<f64> {
         match self {
             Self::Measured(kl) => Some(kl),
@@ -112,11 +112,11 @@ impl Checks {
         let rows: Vec<usize> = (0..prompts.len()).collect();
         // Every group is one row here, so advantages are 0 where they compare rows; the ratios do not depend on them.
         let targets = targets(&experience, settings.kl_coef, &settings.shaping);
-        let own = learner.settings().update.clone();
-        let loss = LossSettings { on_policy: false, ..own.loss };
-        learner.set_update(UpdateSettings { loss, ..own });
+        let update = learner.settings().update.clone();
+        let loss = LossSettings { on_policy: false, ..update.loss };
+        learner.set_update(UpdateSettings { loss, ..update });
         let stats = learner.policy_gradients(&experience, &targets, &rows, rows.len());
-        learner.set_update(own);
+        learner.set_update(update);
         learner.zero_grad();
         let stats = stats?;
         Ok(Self { ratio: (2.0 * stats.approx_kl / stats.tokens.max(1.0)).sqrt(), kl, cached })
@@ -178,18 +178,19 @@ impl Display for Checks {
 /// Parameters that are divided over ranks are gathered one unit at a time.
 fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
     let _loaded = reference.loaded()?;
-    let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
+    let mut policy_shards = policy.shards().by_name(false);
+    let mut reference_shards = reference.shards().by_name(false);
     for param in policy.params().iter().filter(|param| !param.name.starts_with("v_head.")) {
         let other = reference.params().iter().find(|other| other.name == param.name);
-        of_policy.gather(&param.name)?;
+        policy_shards.gather(&param.name)?;
         let same = match other {
             Some(other) => {
-                of_reference.gather(&other.name)?;
+                reference_shards.gather(&other.name)?;
                 // The reference may hold a matrix in the lower precision that it is computed in.
                 let (a, b) = (param.tensor.detach().to_kind(other.tensor.kind()), other.tensor.detach());
                 a.size() == b.size() && a.equal(&b)
             }
-            // The product of an adapter's matrices is 0 where the second is, and DoRA's magnitudes are the norms of the weight then.
+            // The product of an adapter's matrices is 0 where the second matrix is, and DoRA's magnitudes are then the norms of the weight.
             None => {
                 let any = ["lora_A.weight", "lora_magnitude_vector"].iter().any(|end| param.name.ends_with(end));
                 any || param.tensor.count_nonzero(None::<i64>).int64_value(&[]) == 0
@@ -206,8 +207,8 @@ fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
 #[derive(Debug, Default)]
 pub(crate) struct Skips {
     updates: usize,
-    /// The number that was not finite in the present update, the steps skipped for it, and all steps.
-    found: Option<(String, usize, usize)>,
+    /// The first number that was not finite in the present update, the number of steps skipped for such numbers, and the number of all steps.
+    reason: Option<(String, usize, usize)>,
 }
 
 impl Skips {
@@ -218,7 +219,7 @@ impl Skips {
         let reasons: Vec<String> = steps.filter_map(|parts| parts.iter().find_map(StepStats::not_finite)).collect();
         let skipped = reasons.len();
         self.updates = if skipped < all || all == 0 { 0 } else { self.updates + 1 };
-        self.found = reasons.into_iter().next().map(|reason| (reason, skipped, all));
+        self.reason = reasons.into_iter().next().map(|reason| (reason, skipped, all));
     }
 
     /// State for a checkpoint.
@@ -236,7 +237,7 @@ impl Skips {
     /// # Errors
     /// If `most` consecutive updates took no step.
     pub(crate) fn warning(&self, update: usize, most: usize) -> Result<Option<String>> {
-        let Some((reason, skipped, steps)) = &self.found else { return Ok(None) };
+        let Some((reason, skipped, steps)) = &self.reason else { return Ok(None) };
         if self.updates < most {
             return Ok(Some(format!("update {update}: {skipped} of {steps} optimizer steps skipped: {reason}")));
         }

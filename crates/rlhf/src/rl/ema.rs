@@ -40,9 +40,9 @@ impl EmaConfig {
 #[derive(Debug)]
 pub struct Ema {
     beta: f64,
-    /// In the order of the policy's trained parameters; empty if `is_divided`.
+    /// The averages, in the order of the policy's trained parameters; empty if `is_divided`.
     weights: Vec<Tensor>,
-    /// Whether each rank has the average of its part of the policy's parameters, which the policy then holds.
+    /// Whether each rank has the average of its part of the policy's parameters, which the policy's shards then hold.
     is_divided: bool,
 }
 
@@ -77,8 +77,8 @@ impl Ema {
         &self.weights
     }
 
-    /// Calls `f` with the policy at the average's weights, in the dtypes of the policy's; the policy then has its own again, bit for
-    /// bit. Where the policy's parameters are divided over ranks, rank 0 calls this to write the average, while the others take part in
+    /// Calls `f` with the policy at the average's weights, in the dtypes of the policy's weights; the policy then has its own weights again, bit
+    /// for bit. Where the policy's parameters are divided over ranks, rank 0 calls this to write the average, while the other ranks take part in
     /// the collectives.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl Ema {
         self.at(policy, &rounded, f)
     }
 
-    /// [`Ema::with`] in f32, the dtype of the average: a resumed run has to find the numbers that it left.
+    /// [`Ema::with`] in f32, the dtype of the average, so that a resumed run continues with exactly the same numbers.
     pub(crate) fn with_exact<T>(&self, policy: &CausalLm, f: impl FnOnce(&CausalLm) -> Result<T>) -> Result<T> {
         self.at(policy, &self.weights, f)
     }

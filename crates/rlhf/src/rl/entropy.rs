@@ -10,17 +10,17 @@ use serde::{Deserialize, Serialize};
 pub struct EntropyControl {
     /// The first coefficient.
     pub coef: f64,
-    /// The least coefficient.
+    /// The lowest coefficient.
     pub min: f64,
     /// The largest coefficient.
     pub max: f64,
     /// Change of the coefficient in an optimizer step.
     pub delta: f64,
-    /// Entropy per token, in nats, up to which there is a bonus.
+    /// Entropy per token, in nats, above which there is no bonus.
     pub target: f64,
 }
 
-/// The coefficient by such a rule, which changes after each optimizer step.
+/// The coefficient that follows an [`EntropyControl`]; it changes after each optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EntropyController {
     rule: EntropyControl,

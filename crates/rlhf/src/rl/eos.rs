@@ -4,7 +4,7 @@ use super::settings::EosInLoss;
 use rlhf_lm::model::ModelConfig;
 use rlhf_lm::tokenizer::Tokenizer;
 
-/// The end tokens of responses of `model` that are in no loss.
+/// The end tokens that are left out of the losses of `model`.
 pub(crate) fn left_out_of_losses(eos_in_loss: EosInLoss, tokenizer: &Tokenizer, model: &ModelConfig) -> Vec<i64> {
     let eos = tokenizer.eos_ids().iter().copied();
     match eos_in_loss {

@@ -63,15 +63,15 @@ pub struct Experience {
     /// Rows for which no reward gave a score, which are compared with no other and learn nothing from their group; empty if there are
     /// none.
     pub unscored: Vec<usize>,
-    /// Weight and scores of each reward, a score per row, NaN where it gave none; only where an estimator compares them one by one.
+    /// Weight and scores of each reward, a score per row, NaN where the reward gave none; only where an estimator compares single rewards.
     pub rewards: Option<Vec<(f64, Vec<f64>)>>,
-    /// Score of a greedy response to each row's prompt, `[B]`, after penalties as `scores` are; NaN where no reward gave one. Only for
+    /// Score of a greedy response to each row's prompt, `[B]`, after the same penalties as `scores`; NaN where no reward gave one. Only for
     /// ReMax.
     pub baselines: Option<Tensor>,
     /// Scores of single tokens, within `masks.response`, if a reward returns any.
     pub token_scores: Option<Tensor>,
-    /// The tokens that each response token was sampled from, a list per row; only where log-probabilities are taken over the
-    /// filtered vocabulary.
+    /// The tokens that each response token was sampled from, a list per row; only where log-probabilities are those of the filtered
+    /// vocabulary.
     pub sets: Option<Vec<Vec<TokenSet>>>,
 }
 
@@ -114,8 +114,8 @@ impl Experience {
         self.groups.windows(2).any(|pair| pair[0] == pair[1])
     }
 
-    /// Number of first tokens of each of `rows`' prompts that are those of the prompt of the row before it: models compute them once.
-    /// `None` if there are few.
+    /// For each of `rows`, the number of first tokens that its prompt shares with the prompt of the row before it: models compute them once.
+    /// `None` if few are shared.
     pub(crate) fn shared_lens(&self, rows: &[usize]) -> Option<Vec<usize>> {
         let tokens = rows.iter().map(|&row| self.sequence_len(row)).sum();
         shared_lens(rows.iter().map(|&row| &self.prompts[row][..]), tokens)
@@ -145,20 +145,21 @@ impl Experience {
         }
     }
 
-    /// The slots of the tokens and of the values of `rows`.
+    /// The slots of the tokens and of the values in `rows`.
     pub(crate) fn slots(&self, rows: &[usize]) -> Slots {
         let lengths: Vec<i64> = rows.iter().map(|&row| self.responses[row].len() as i64).collect();
         let value_counts: Vec<i64> = rows.iter().map(|&row| self.value_counts[row]).collect();
-        let slots_of = |counts: &[i64]| slots(rows.iter().copied(), counts, self.width());
-        let (tokens, values) = (slots_of(&lengths), slots_of(&value_counts));
-        let row_of_tokens =
+        let row_slots = |counts: &[i64]| slots(rows.iter().copied(), counts, self.width());
+        let tokens = row_slots(&lengths);
+        let values = row_slots(&value_counts);
+        let token_rows =
             lengths.iter().zip(0i64..).flat_map(|(&length, row)| std::iter::repeat_n(row, length as usize));
-        let all = [&tokens[..], &row_of_tokens.collect::<Vec<_>>(), &values].concat();
+        let all = [&tokens[..], &token_rows.collect::<Vec<_>>(), &values].concat();
         let all = on_device(&all, self.masks.response.device());
         let (num_tokens, num_values) = (tokens.len() as i64, values.len() as i64);
         Slots {
             tokens: all.narrow(0, 0, num_tokens),
-            row_of_tokens: all.narrow(0, num_tokens, num_tokens),
+            token_rows: all.narrow(0, num_tokens, num_tokens),
             values: all.narrow(0, 2 * num_tokens, num_values),
         }
     }
@@ -172,7 +173,7 @@ impl Experience {
         LossCounts { tokens, values }
     }
 
-    /// Total score of each row, `[B]`: its own and those of its tokens.
+    /// Total score of each row, `[B]`: the score of the row plus those of its tokens.
     pub fn total_scores(&self) -> Tensor {
         match &self.token_scores {
             Some(tokens) => &self.scores + tokens.sum_dim_intlist(1i64, false, Kind::Float),
@@ -340,27 +341,27 @@ fn slots(rows: impl IntoIterator<Item = usize>, counts: &[i64], width: i64) -> V
     rows.into_iter().zip(counts).flat_map(|(row, &count)| first(row)..first(row) + count).collect()
 }
 
-/// The slots of some rows' tokens and values, row after row: [`to_slots`] back, for those rows.
+/// The slots of some rows' tokens and values, row after row: they undo [`to_slots`] for these rows.
 ///
 /// The indices come from the lengths, which the host has: a selection by a mask would wait for the device to count it.
 #[derive(Debug)]
 pub(crate) struct Slots {
     /// Index of each token in a flattened `[B, R]` tensor, `[M]` i64.
     tokens: Tensor,
-    /// The same of each value.
+    /// Index of each value in a flattened `[B, R]` tensor.
     values: Tensor,
-    /// Index among the rows of the row of each token, `[M]` i64.
-    pub(crate) row_of_tokens: Tensor,
+    /// For each token, the index of its row among the rows, `[M]` i64.
+    pub(crate) token_rows: Tensor,
 }
 
 impl Slots {
     /// The numbers of the tokens in `x` `[B, R]`: `[M]`.
-    pub(crate) fn of_tokens(&self, x: &Tensor) -> Tensor {
+    pub(crate) fn select_tokens(&self, x: &Tensor) -> Tensor {
         x.reshape([-1]).index_select(0, &self.tokens)
     }
 
     /// The numbers of the values in `x` `[B, R]`.
-    pub(crate) fn of_values(&self, x: &Tensor) -> Tensor {
+    pub(crate) fn select_values(&self, x: &Tensor) -> Tensor {
         x.reshape([-1]).index_select(0, &self.values)
     }
 }
@@ -401,10 +402,11 @@ pub(crate) mod tests {
     use rlhf_base::rng::{Purpose, Stream};
     use tch::Device;
 
-    /// An experience of responses of these lengths, in groups of `size` rows, with these scores, of which NaN is none; log-probabilities
+    /// An experience of responses of these lengths, in groups of `size` rows, with these scores, where NaN is no score; log-probabilities
     /// and values are 0, and there is a value for each token.
     pub(crate) fn experience(lengths: &[i64], size: usize, scores: &[f64]) -> Experience {
-        let (rows, width) = (lengths.len(), lengths.iter().copied().max().unwrap());
+        let rows = lengths.len();
+        let width = lengths.iter().copied().max().unwrap();
         let mask = || math::response_mask(lengths, width, Device::Cpu);
         let value = || math::value_mask(lengths, width, ScorePosition::LastToken, Device::Cpu);
         let zeros = || Tensor::zeros([rows as i64, width], (Kind::Float, Device::Cpu));
@@ -450,15 +452,15 @@ pub(crate) mod tests {
                     let mask = math::response_mask(&counts, 5, Device::Cpu);
                     x.index_select(0, &row_index(picked, x)).masked_select(&mask)
                 };
-                // Of a view, whose memory has another order, too.
+                // Also from a view, whose memory has another order.
                 for x in [&numbers, &numbers.tr().contiguous().tr(), &numbers.gt(7.0)] {
-                    assert_eq!(slots.of_tokens(x), by_mask(x, &lengths));
-                    assert_eq!(slots.of_values(x), by_mask(x, &e.value_counts));
+                    assert_eq!(slots.select_tokens(x), by_mask(x, &lengths));
+                    assert_eq!(slots.select_values(x), by_mask(x, &e.value_counts));
                 }
                 let at =
                     Tensor::arange(picked.len() as i64, (Kind::Int64, Device::Cpu)).unsqueeze(1).expand([-1, 5], true);
                 let lengths: Vec<i64> = picked.iter().map(|&row| lengths[row]).collect();
-                assert_eq!(slots.row_of_tokens, at.masked_select(&math::response_mask(&lengths, 5, Device::Cpu)));
+                assert_eq!(slots.token_rows, at.masked_select(&math::response_mask(&lengths, 5, Device::Cpu)));
             }
         }
     }

@@ -97,9 +97,9 @@ impl GroupFilterConfig {
 
     /// Returns true if a group with these scores teaches something; NaN is no score.
     pub(crate) fn keeps(&self, scores: &[f64]) -> bool {
-        let found: Vec<f64> = scores.iter().copied().filter(|score| !score.is_nan()).collect();
-        let differ = found.iter().any(|score| (score - found[0]).abs() > 1e-9);
-        let mean = math::mean(&found);
+        let known: Vec<f64> = scores.iter().copied().filter(|score| !score.is_nan()).collect();
+        let differ = known.iter().any(|score| (score - known[0]).abs() > 1e-9);
+        let mean = math::mean(&known);
         let within = match self.dynamic_filtering_reward_range[..] {
             [low, high] => low < mean && mean < high,
             _ => true,
@@ -113,14 +113,14 @@ impl GroupFilterConfig {
 pub(crate) struct Overlong {
     /// Most tokens of a response.
     pub(crate) response_length: usize,
-    /// The last of them, in which a response is penalized.
+    /// Number of the last of these tokens, in which a response is penalized.
     pub(crate) buffer: usize,
     /// Penalty of a response of `response_length` tokens.
     pub(crate) factor: f64,
 }
 
 impl Overlong {
-    /// The penalty of a response for its length: 0 up to `response_length` less the buffer, then growing linearly. Source: Yu et al. 2025,
+    /// The penalty of a response for its length: 0 up to `response_length` - `buffer` tokens, then growing linearly. Source: Yu et al. 2025,
     /// DAPO, eq. 13.
     pub(crate) fn penalty(&self, response: &Response) -> f64 {
         let over = (response.tokens.len() + self.buffer).saturating_sub(self.response_length) as f64;
@@ -128,7 +128,7 @@ impl Overlong {
     }
 }
 
-/// Number of groups in a row whose scores were all equal after which the run warns.
+/// The run warns after this many groups in a row with equal scores.
 const EQUAL_GROUPS: usize = 64;
 
 /// Counts groups from which nothing is learned, to warn once.
@@ -138,14 +138,14 @@ pub(crate) struct EqualGroups {
 }
 
 impl EqualGroups {
-    /// Records the scores of groups of `size` rows; returns a message about update `update`, counted from 1, when too many in a row were
-    /// equal.
+    /// Records the scores of groups of `size` rows; returns a message about update `update`, counted from 1, when too many groups in a row had
+    /// equal scores.
     pub(crate) fn observe(&mut self, update: usize, scores: &[f64], size: usize) -> Option<String> {
         let before = self.in_a_row;
         for group in scores.chunks(size.max(1)) {
-            let mut found = group.iter().filter(|score| !score.is_nan());
-            let first = found.next().copied().unwrap_or(f64::NAN);
-            let equal = found.all(|score| (score - first).abs() <= 1e-9);
+            let mut known = group.iter().filter(|score| !score.is_nan());
+            let first = known.next().copied().unwrap_or(f64::NAN);
+            let equal = known.all(|score| (score - first).abs() <= 1e-9);
             self.in_a_row = if equal { self.in_a_row + 1 } else { 0 };
         }
         let crossed = before < EQUAL_GROUPS && self.in_a_row >= EQUAL_GROUPS;
@@ -173,13 +173,13 @@ pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
     for (kind, only_stopped) in [("", false), ("terminated_", true)] {
         let counted = responses.iter().filter(|response| !only_stopped || response.finish == FinishReason::Stop);
         let lengths: Vec<usize> = counted.map(Response::num_sampled).collect();
-        let of_any = |length: Option<&usize>| length.map_or(0.0, |&length| length as f64);
+        let tokens = |length: Option<&usize>| length.map_or(0.0, |&length| length as f64);
         m.push(
             format!("completions/mean_{kind}length"),
             lengths.iter().sum::<usize>() as f64 / lengths.len().max(1) as f64,
         );
-        m.push(format!("completions/min_{kind}length"), of_any(lengths.iter().min()));
-        m.push(format!("completions/max_{kind}length"), of_any(lengths.iter().max()));
+        m.push(format!("completions/min_{kind}length"), tokens(lengths.iter().min()));
+        m.push(format!("completions/max_{kind}length"), tokens(lengths.iter().max()));
     }
     m.push("completions/clipped_ratio", truncated(responses).len() as f64 / responses.len() as f64);
 }
@@ -187,7 +187,7 @@ pub fn push_completion_metrics(m: &mut Metrics, responses: &[Response]) {
 /// Checks that `rows` responses are whole groups of `size`.
 ///
 /// # Errors
-/// If a group is cut; the message names the nearest numbers that are whole groups.
+/// If a group is cut; the message names the nearest numbers of whole groups.
 pub(crate) fn check_whole(name: &str, rows: usize, size: usize) -> Result<()> {
     if rows.is_multiple_of(size) {
         return Ok(());
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn a_response_is_penalized_by_the_share_of_the_buffer_that_it_fills() {
         let config = GroupFilterConfig { overlong_buffer_len: Some(4), overlong_penalty_factor: 2.0, ..defaults() };
-        let of = |len: usize| Response {
+        let response = |len: usize| Response {
             tokens: vec![1; len],
             logprobs: vec![0.0; len],
             finish: FinishReason::Length,
@@ -227,7 +227,7 @@ mod tests {
             inserted: Vec::new(),
         };
         let overlong = config.overlong(10).unwrap();
-        assert_eq!([5, 6, 7, 10].map(|len| overlong.penalty(&of(len))), [0.0, 0.0, 0.5, 2.0]);
+        assert_eq!([5, 6, 7, 10].map(|len| overlong.penalty(&response(len))), [0.0, 0.0, 0.5, 2.0]);
     }
 
     #[test]

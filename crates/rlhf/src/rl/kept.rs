@@ -5,11 +5,11 @@ use rlhf_base::{Error, Result};
 use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 
-/// Selects the responses that are long enough to train on; where none is, the last ones that were are trained on again.
+/// Selects the responses that are long enough to train on; if there are none, the last ones that were long enough are trained on again.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct KeptResponses {
     least: usize,
-    /// The last responses that were long enough, and their rows of the data.
+    /// The last responses that were long enough, and their rows in the data.
     last: Option<(Vec<usize>, Vec<Response>)>,
 }
 
@@ -26,9 +26,9 @@ pub(crate) struct KeptState {
 pub(crate) struct Kept {
     pub(crate) rows: Vec<usize>,
     pub(crate) responses: Vec<Response>,
-    /// Number of new responses that are not among them.
+    /// Number of new responses that were not selected.
     pub(crate) dropped: usize,
-    /// These are responses of an earlier update.
+    /// Whether these are responses of an earlier update.
     pub(crate) reused: bool,
 }
 
@@ -46,7 +46,8 @@ impl KeptResponses {
         if self.least == 0 {
             return Ok(Kept { rows, responses, dropped: 0, reused: false });
         }
-        let (all, counted) = (rows.len(), counted_tokens(&responses, left_out));
+        let all = rows.len();
+        let counted = counted_tokens(&responses, left_out);
         let long = |&(_, &count): &(_, &i64)| count >= self.least as i64;
         let (rows, responses): (Vec<_>, Vec<_>) =
             rows.into_iter().zip(responses).zip(&counted).filter(long).map(|(row, _)| row).unzip();
@@ -77,7 +78,7 @@ impl KeptResponses {
     /// Restores the state that [`KeptResponses::state`] returned, over `prompts` prompts.
     ///
     /// # Errors
-    /// If its parts are not of as many responses, or of other prompts.
+    /// If its parts have different lengths, or a row is not one of the prompts.
     pub(crate) fn load_state(&mut self, state: Option<KeptState>, prompts: usize) -> Result<()> {
         self.last = None;
         let Some(KeptState { rows, tokens, stopped }) = state.filter(|_| self.least > 0) else { return Ok(()) };

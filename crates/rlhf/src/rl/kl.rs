@@ -8,7 +8,7 @@ use rlhf_base::schema::{
 use rlhf_base::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Bound on the relative error of the KL by which an adaptive coefficient changes.
+/// Bound on the relative error of the KL that changes an adaptive coefficient.
 const MOST_ERROR: f64 = 0.2;
 
 /// The KL to the reference model: its weight, its estimator, and where it is applied.
@@ -41,12 +41,12 @@ pub struct KlConfig {
 }
 
 impl KlConfig {
-    /// Checks the settings; `without_critic` of a run without a value model.
+    /// Checks the settings; `without_critic`: the run has no value model.
     pub(crate) fn check(&self, without_critic: bool) -> Result<()> {
         let usual: Self = defaults();
-        let of_control = |name, found, usual| {
-            if found != usual && !self.adap_kl_ctrl {
-                return no_effect(name, found, "without adap_kl_ctrl = true");
+        let only_adaptive = |name, value, usual| {
+            if value != usual && !self.adap_kl_ctrl {
+                return no_effect(name, value, "without adap_kl_ctrl = true");
             }
             Ok(())
         };
@@ -54,8 +54,8 @@ impl KlConfig {
             above_zero(name_of!(self.target), self.target),
             above_zero(name_of!(self.horizon), self.horizon),
             self.kl_coef_end.map_or(Ok(()), |end| zero_or_more(name_of!(self.kl_coef_end), end)),
-            of_control(name_of!(self.target), self.target, usual.target),
-            of_control(name_of!(self.horizon), self.horizon, usual.horizon),
+            only_adaptive(name_of!(self.target), self.target, usual.target),
+            only_adaptive(name_of!(self.horizon), self.horizon, usual.horizon),
             match self.kl_coef_end {
                 Some(end) if self.adap_kl_ctrl => exclude(
                     name_of!(self.adap_kl_ctrl),
@@ -137,7 +137,7 @@ enum Rule {
         target: f64,
         horizon: f64,
     },
-    /// Linear from the first coefficient to `end`, which the last update has.
+    /// Linear from the first coefficient to `end`, the coefficient of the last update.
     Linear {
         end: f64,
         num_updates: usize,

@@ -29,10 +29,10 @@ use std::sync::mpsc::Sender;
 use tch::Tensor;
 use tch_ext::to_host;
 
-/// An update's epochs end early beyond this many times `target_kl`; as in TRL 0.11.
+/// An update's epochs end early above this many times `target_kl`; as in TRL 0.11.
 const EARLY_STOP: f64 = 1.5;
 
-/// The learning rates in errors.
+/// The name of the learning rates in errors.
 const RATES: &str = "rates";
 
 /// Entropies that differ from the threshold by less than this, in nats, and by less than this share of it count as equal to it.
@@ -43,7 +43,7 @@ const ENTROPY_ROUNDING: (f64, f64) = (1e-5, 1e-3);
 pub struct EpochPlan {
     /// Rows in one optimizer step; the last one of an epoch may have fewer.
     pub mini_batch_size: usize,
-    /// Rows whose losses are averaged together: a whole mini-batch, or parts of it, and then the step goes by the mean of the
+    /// Rows whose losses are averaged together: a whole mini-batch, or parts of it. With several parts the step uses the mean of their
     /// averages (TRL's `step()` with gradient accumulation).
     pub part_size: usize,
     /// Rows in one forward and backward pass, at most; changes memory and speed only.
@@ -81,8 +81,8 @@ impl EpochPlan {
 pub struct StepRates(Vec<LearningRates>);
 
 impl StepRates {
-    /// The rates of step `step` of an update, counted from 0: the last ones for all steps beyond them.
-    fn of_step(&self, step: usize) -> LearningRates {
+    /// The rates of step `step` of an update, counted from 0; all steps after the last entry have its rates.
+    fn at_step(&self, step: usize) -> LearningRates {
         self.0[step.min(self.0.len() - 1)]
     }
 
@@ -132,15 +132,15 @@ pub struct UpdateSettings {
     pub loss: LossSettings,
     /// Whiten the advantages of each mini-batch by itself.
     pub whiten_mini_batches: bool,
-    /// End an update's epochs after one whose last mini-batch is 1.5 times this away from the policy that sampled, in nats
+    /// End an update's epochs after one whose last mini-batch is more than 1.5 times this away from the policy that sampled, in nats
     /// per token.
     pub target_kl: Option<f64>,
     /// Skip a mini-batch whose mean probability ratio is above this.
     pub ratio_threshold: Option<f64>,
 }
 
-/// Settings of a [`Learner`]; [`PpoConfig::learner`](crate::settings::PpoConfig::learner) resolves them. All but those of an update stay
-/// as the learner was made.
+/// Settings of a [`Learner`]; [`PpoConfig::learner`](crate::settings::PpoConfig::learner) resolves them. All but `update` stay fixed
+/// once the learner is made.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LearnerSettings {
     /// Losses, whitening and limits of an update.
@@ -151,7 +151,7 @@ pub struct LearnerSettings {
     pub value_optimizer: OptimizerConfig,
     /// Recompute activations in the backward pass.
     pub gradient_checkpointing: bool,
-    /// Most tokens in one forward and backward pass, or memory of their activations; chosen by the memory there is where it is not set.
+    /// Most tokens in one forward and backward pass, or memory of their activations; chosen by the available memory where it is not set.
     pub max_tokens_per_micro_batch: Option<MicroBatchLimit>,
     /// Dynamic loss scaling, for f16.
     pub loss_scale: Option<LossScaleConfig>,
@@ -170,14 +170,14 @@ pub struct LearnerSettings {
 }
 
 impl LearnerSettings {
-    /// Whether a step of the value model depends on nothing of the policy's mini-batch, so that it is taken before the policy's passes.
-    /// `ratio_threshold` skips the steps of both by the policy's ratios, and in f16 an overflow of one may skip that of the other.
+    /// Whether a step of the value model is independent of the policy's mini-batch, so that it is taken before the policy's passes.
+    /// `ratio_threshold` skips the steps of both by the policy's ratios, and in f16 an overflow of one may skip the step of the other.
     pub(crate) fn steps_apart(&self) -> bool {
         self.update.ratio_threshold.is_none() && self.loss_scale.is_none()
     }
 }
 
-/// The models that passes train.
+/// The models that a pass trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TrainedModels {
     Both,
@@ -215,7 +215,7 @@ pub struct Learner {
     pub unsupervised: Option<Unsupervised>,
     /// Return every probability ratio in [`StepStats::ratios`]; off, because reading them from the device takes time.
     pub collect_ratios: bool,
-    /// Return what is clipped of each response in [`StepStats::low_clipped`] and the following.
+    /// Return the clipped share of each response in [`StepStats::low_clipped`] and the fields after it.
     pub collect_clips: bool,
     /// Receives each number that is computed, where someone observes an update.
     pub(crate) observer: Option<Sender<Learned>>,
@@ -229,17 +229,17 @@ pub struct Learner {
     pub(crate) micro_batch_tokens: usize,
 }
 
-/// The optimizers of a [`Learner`], and what their steps need.
+/// The optimizers of a [`Learner`], and the state that their steps need.
 #[derive(Debug)]
 pub(crate) struct Optimizers {
     pub(crate) policy: Optimizer,
-    /// Of a separate value model.
+    /// Optimizer of a separate value model.
     pub(crate) value: Option<Optimizer>,
-    /// The memory of the gradients, while the models are trained one after the other.
+    /// The memory of the gradients, while the two models are trained one after the other.
     shared_gradients: Option<SharedGradients>,
     /// Loss scales, in f16.
     pub(crate) scaling: Option<Scaling>,
-    /// A state is being loaded, or its loading has failed on the way.
+    /// Whether a state is being loaded, or loading one has failed halfway.
     pub(crate) is_half_loaded: bool,
 }
 
@@ -250,7 +250,7 @@ impl Learner {
         Self::with_state_at(policy, value, settings, None).expect("a state that stays in memory needs no file")
     }
 
-    /// [`Learner::new`], with optimizer state that is at `place` between the steps if there is one; see [`Optimizer::of_model`].
+    /// [`Learner::new`], with optimizer state that is kept at `place` between the steps if there is one; see [`Optimizer::of_model`].
     ///
     /// # Errors
     /// If there is not enough memory or disk space for the optimizer state.
@@ -263,7 +263,7 @@ impl Learner {
         Self::on_ranks(&World::of_process(), (policy, value.into()), settings, place)
     }
 
-    /// [`Learner::with_state_at`] on the ranks `world`, in place of those that this process has joined.
+    /// [`Learner::with_state_at`] on the ranks `world` instead of the ranks that this process has joined.
     ///
     /// # Errors
     /// If there is not enough memory or disk space for the optimizer state.
@@ -280,18 +280,18 @@ impl Learner {
             value.set_trainable(true);
             value.set_gradient_checkpointing(checkpointing);
         }
-        let of_value = |on| value.model().map_or(0, |value| value.activation_bytes(on));
-        let activation_bytes = policy.activation_bytes(checkpointing).max(of_value(checkpointing));
+        let value_bytes = |checkpointing| value.model().map_or(0, |value| value.activation_bytes(checkpointing));
+        let activation_bytes = policy.activation_bytes(checkpointing).max(value_bytes(checkpointing));
         let most = settings.max_tokens_per_micro_batch;
         let micro_batch_tokens = micro_batch_tokens(most, policy.device(), policy.params(), activation_bytes);
         policy.shard(world, settings.policy_stage);
         if let Some(value) = value.model_mut() {
             value.shard(world, settings.value_stage);
         }
-        let of_value = |value| optimizer_of(value, &settings.value_optimizer, &settings, place);
+        let value_optimizer = |value| build_optimizer(value, &settings.value_optimizer, &settings, place);
         let optimizers = Optimizers {
-            policy: optimizer_of(&policy, &settings.policy_optimizer, &settings, place)?,
-            value: value.model().map(of_value).transpose()?,
+            policy: build_optimizer(&policy, &settings.policy_optimizer, &settings, place)?,
+            value: value.model().map(value_optimizer).transpose()?,
             shared_gradients: None,
             scaling: settings.loss_scale.as_ref().map(|config| Scaling::new(&value, config, settings.align_overflow)),
             is_half_loaded: false,
@@ -312,27 +312,27 @@ impl Learner {
         })
     }
 
-    /// Replaces the optimizers by fresh ones with these settings: betas, epsilon, weight decay and `max_grad_norm`; learning
-    /// rates are given to every step. A head on the policy is trained by the policy's optimizer. Their state stays in memory. Settings out
-    /// of their range are an error of the first step.
+    /// Replaces the optimizers by fresh ones with these settings: betas, epsilon, weight decay and `max_grad_norm`; each step is
+    /// given its learning rates. A head on the policy is trained by the policy's optimizer. The optimizers' state stays in memory.
+    /// Settings out of their range are an error of the first step.
     #[must_use]
     pub fn with_optimizers(mut self, policy: &OptimizerConfig, value: &OptimizerConfig) -> Self {
         let in_memory = "a state that stays in memory needs no file";
-        self.optimizers.policy = optimizer_of(&self.policy, policy, &self.settings, None).expect(in_memory);
-        let of_value = |model| optimizer_of(model, value, &self.settings, None).expect(in_memory);
-        self.optimizers.value = self.value.model().map(of_value);
+        self.optimizers.policy = build_optimizer(&self.policy, policy, &self.settings, None).expect(in_memory);
+        let value_optimizer = |model| build_optimizer(model, value, &self.settings, None).expect(in_memory);
+        self.optimizers.value = self.value.model().map(value_optimizer);
         (self.settings.policy_optimizer, self.settings.value_optimizer) = (policy.clone(), value.clone());
         self
     }
 
-    /// Refuses settings of the optimizers with which a step makes no finite weights, or wrong ones.
+    /// Refuses settings of the optimizers with which a step would make wrong weights, or weights that are not finite.
     ///
     /// # Errors
     /// [`Error::Usage`], naming the setting.
     pub(crate) fn check_optimizers(&self) -> Result<()> {
         let LearnerSettings { policy_optimizer, value_optimizer, .. } = &self.settings;
-        let of_value = self.optimizers.value.as_ref().map(|_| ("value_optimizer", value_optimizer));
-        for (name, optimizer) in [("policy_optimizer", policy_optimizer)].into_iter().chain(of_value) {
+        let value = self.optimizers.value.as_ref().map(|_| ("value_optimizer", value_optimizer));
+        for (name, optimizer) in [("policy_optimizer", policy_optimizer)].into_iter().chain(value) {
             let named = |e: Error| {
                 let lines: Vec<String> = e.refusals().iter().map(ToString::to_string).collect();
                 Error::Usage(format!("{name}: {}", lines.join("; ")))
@@ -342,7 +342,7 @@ impl Learner {
         Ok(())
     }
 
-    /// Whether the optimizers' state is in memory for steps only, or on the host.
+    /// Whether the optimizers' state is in memory during steps only, or on the host.
     pub(crate) fn offloads_state(&self) -> bool {
         self.optimizers.policy.is_offloaded()
     }
@@ -369,13 +369,13 @@ impl Learner {
     /// Ends [`Learner::serve`] of the other ranks, on rank 0.
     ///
     /// # Errors
-    /// As [`Learner::serve`].
+    /// The errors of [`Learner::serve`].
     pub(crate) fn end_serving(&self) -> Result<()> {
         Shards::end_serving(&self.shards())
     }
 
-    /// Runs `write`, which writes the models, on rank 0, while the other ranks hand over their parts of them; its error is an error of
-    /// all. Called by all ranks.
+    /// Runs `write`, which writes the models, on rank 0, while the other ranks hand over their parts of them; an error of `write` is
+    /// returned on all ranks. Called by all ranks.
     ///
     /// # Errors
     /// The error of `write`; if a rank has ended or does not respond.
@@ -417,12 +417,12 @@ impl Learner {
         gathers.then(|| self.policy.gathered()).transpose()
     }
 
-    /// Policy and critic beside a reference model, if there is one, for the evaluation of responses.
+    /// The policy, the critic, and the reference model if there is one, for the evaluation of responses.
     pub fn rollout_models<'a>(&'a self, reference: impl Into<Option<&'a CausalLm>>) -> RolloutModels<'a> {
         RolloutModels { policy: &self.policy, reference: reference.into(), value: &self.value, world: &self.world }
     }
 
-    /// Optimizer steps taken, of both models.
+    /// Number of optimizer steps taken by both models together.
     pub(crate) fn steps(&self) -> i64 {
         self.optimizers.policy.steps() + self.optimizers.value.as_ref().map_or(0, Optimizer::steps)
     }
@@ -432,15 +432,15 @@ impl Learner {
     /// An epoch is divided into mini-batches of `plan.mini_batch_size` rows, each an optimizer step. A mini-batch goes through
     /// the models in micro-batches; its losses are sums over them, divided by the token count of the whole mini-batch, so the
     /// size of a micro-batch changes memory and speed only. Returns one entry per mini-batch, or per part where
-    /// `plan.part_size` is smaller: then a step goes by the mean of the parts' losses, each divided by its own token count.
+    /// `plan.part_size` is smaller: then a step uses the mean of the parts' losses, each divided by its own token count.
     ///
     /// Each mini-batch takes as many blocks of [`Learner::unsupervised`] as it has rows. A moving average follows each step of
     /// the policy. A mini-batch above `ratio_threshold` is skipped, and an epoch that ends too far from the policy that
-    /// sampled, by `target_kl`, is the last. Gradients that are there are cleared first. `rates` are those of all steps, or of
-    /// each; where the policy's is `None` only the value model is trained.
+    /// sampled, by `target_kl`, is the last. Existing gradients are cleared first. `rates` are the rates of all steps, or of
+    /// each step; where the policy's rate is `None` only the value model is trained.
     ///
     /// # Errors
-    /// If a row of `orders` is out of range, a size of `plan` is 0, `targets` are not those of `experience`, a rate is below 0 or not
+    /// If a row of `orders` is out of range, a size of `plan` is 0, `targets` do not fit `experience`, a rate is below 0 or not
     /// finite, or a setting of an optimizer is out of its range: then nothing has changed. If libtorch refuses a step.
     pub fn optimize(
         &mut self,
@@ -453,11 +453,11 @@ impl Learner {
         self.optimize_with(experience, targets, orders, rates, plan, |_, _| Ok(()))
     }
 
-    /// [`Learner::optimize`], with a call of `after_step` after each optimizer step of the policy: with the policy, and the number of
+    /// [`Learner::optimize`] that calls `after_step` after each optimizer step of the policy, with the policy and the number of
     /// its steps in the run.
     ///
     /// # Errors
-    /// As [`Learner::optimize`]; the error of `after_step`. The gradients of the step that failed are cleared.
+    /// The errors of [`Learner::optimize`]; the error of `after_step`. The gradients of the step that failed are cleared.
     pub fn optimize_with(
         &mut self,
         experience: &Experience,
@@ -473,7 +473,7 @@ impl Learner {
         orders.iter().try_for_each(|order| check_rows(experience, order))?;
         self.check_optimizers()?;
         rates.check()?;
-        // Gradients that no step has used would be in the first one.
+        // Gradients left from before would be added to those of the first step.
         self.zero_grad();
         let steps = self.epochs(experience, targets, orders, &rates, plan, after_step);
         if steps.is_err() {
@@ -493,10 +493,11 @@ impl Learner {
     ) -> Result<Vec<StepStats>> {
         self.observed(|| Learned::Batch(Box::new(Observed::of(experience, targets))));
         let mut batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: true };
-        let (mut steps, mut done) = (Vec::new(), 0);
+        let mut steps = Vec::new();
+        let mut done = 0;
         for (epoch, order) in orders.iter().enumerate() {
             for mini_batch in order.chunks(plan.mini_batch_size) {
-                let rates = rates.of_step(done);
+                let rates = rates.at_step(done);
                 done += 1;
                 let before = self.optimizers.policy.steps();
                 let mut parts = if rates.policy.is_some() && self.trains_apart() {
@@ -524,8 +525,8 @@ impl Learner {
 
     /// Whether the value model's step comes before the policy's passes, so that gradients of one model are in memory at a time.
     ///
-    /// The numbers are the same in either order, as two models share nothing. An observer sees both models' losses and gradients of a
-    /// mini-batch at once.
+    /// The numbers are the same in either order, as two models share nothing. With an observer the models are trained together: it gets
+    /// the losses and gradients of both for a mini-batch at once.
     fn trains_apart(&self) -> bool {
         self.settings.steps_apart() && self.observer.is_none() && self.optimizers.value.is_some()
     }
@@ -540,7 +541,7 @@ impl Learner {
     ) -> Result<Vec<StepStats>> {
         self.separate_gradients()?;
         let trains = TrainedModels::with_policy(rates.policy.is_some());
-        let mut parts = self.gradients_of_parts(batch, mini_batch, plan, trains)?;
+        let mut parts = self.part_gradients(batch, mini_batch, plan, trains)?;
         if self.skips_step(&mut parts) {
             return Ok(parts);
         }
@@ -548,7 +549,7 @@ impl Learner {
         if trains.policy() {
             self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut parts)?;
         }
-        self.step_of_parts(&mut parts, rates, trains)?;
+        self.step_with_parts(&mut parts, rates, trains)?;
         Ok(parts)
     }
 
@@ -563,22 +564,22 @@ impl Learner {
         plan: &EpochPlan,
     ) -> Result<Vec<StepStats>> {
         self.hand_gradients_to(TrainedModels::Value)?;
-        let mut of_values = self.gradients_of_parts(batch, mini_batch, plan, TrainedModels::Value)?;
-        self.average_over(of_values.len(), TrainedModels::Value);
-        self.step_of_parts(&mut of_values, rates, TrainedModels::Value)?;
+        let mut value_parts = self.part_gradients(batch, mini_batch, plan, TrainedModels::Value)?;
+        self.average_over(value_parts.len(), TrainedModels::Value);
+        self.step_with_parts(&mut value_parts, rates, TrainedModels::Value)?;
 
         self.hand_gradients_to(TrainedModels::Policy)?;
-        let parts = self.gradients_of_parts(batch, mini_batch, plan, TrainedModels::Policy)?;
+        let parts = self.part_gradients(batch, mini_batch, plan, TrainedModels::Policy)?;
         let mut parts: Vec<_> =
-            parts.into_iter().zip(&of_values).map(|(part, values)| part.with_values_of(values)).collect();
+            parts.into_iter().zip(&value_parts).map(|(part, values)| part.with_value_stats(values)).collect();
         self.average_over(parts.len(), TrainedModels::Policy);
         self.mix_texts(mini_batch.len(), plan.micro_batch_size, &mut parts)?;
-        self.step_of_parts(&mut parts, rates, TrainedModels::Policy)?;
+        self.step_with_parts(&mut parts, rates, TrainedModels::Policy)?;
         Ok(parts)
     }
 
-    /// The sums of each part of a mini-batch, with the gradients of all accumulated.
-    fn gradients_of_parts(
+    /// Accumulates the gradients of all parts of a mini-batch; returns the sums of each part.
+    fn part_gradients(
         &self,
         batch: &Batch<'_>,
         mini_batch: &[usize],
@@ -586,10 +587,10 @@ impl Learner {
         trains: TrainedModels,
     ) -> Result<Vec<StepStats>> {
         let parts = mini_batch.chunks(plan.part_size);
-        parts.map(|part| self.gradients_of(batch, part, plan.micro_batch_size, trains)).collect()
+        parts.map(|part| self.row_gradients(batch, part, plan.micro_batch_size, trains)).collect()
     }
 
-    /// Makes the memory for gradients that of one of the models, whose gradients are then zero; the other's are cleared.
+    /// Lends the memory for gradients to one of the models, whose gradients are then zero; the gradients of the other are cleared.
     fn hand_gradients_to(&mut self, trains: TrainedModels) -> Result<()> {
         let Some(value) = &mut self.optimizers.value else { return Ok(()) };
         let policy = &mut self.optimizers.policy;
@@ -599,10 +600,10 @@ impl Learner {
             let models = [policy.gradient_sizes(), value.gradient_sizes()];
             self.optimizers.shared_gradients = Some(SharedGradients::new(self.policy.device(), &models));
         }
-        let (from, to) = if trains.policy() { (value, policy) } else { (policy, value) };
-        from.release_gradients()?;
-        let lent = self.optimizers.shared_gradients.as_ref().map(|shared| shared.lend(&to.gradient_sizes()));
-        lent.map_or(Ok(()), |grads| to.use_gradients(grads))
+        let (previous, next) = if trains.policy() { (value, policy) } else { (policy, value) };
+        previous.release_gradients()?;
+        let lent = self.optimizers.shared_gradients.as_ref().map(|shared| shared.lend(&next.gradient_sizes()));
+        lent.map_or(Ok(()), |grads| next.use_gradients(grads))
     }
 
     /// Gives each model gradients of its own.
@@ -616,14 +617,14 @@ impl Learner {
 
     /// Computes the losses of one mini-batch and accumulates their gradients; returns its sums.
     ///
-    /// Each rank has a part of the mini-batch with about as many tokens; the sums are those of all ranks, the gradients this
-    /// rank's until [`Learner::step`].
+    /// Each rank has a part of the mini-batch with about as many tokens. The sums are those of all ranks; the gradients are those of this
+    /// rank until [`Learner::step`].
     ///
-    /// `mini_batch` are rows of `experience`, of which at most `micro_batch_size` go through the models at a time; without
-    /// `trains_policy` only through the value model.
+    /// `mini_batch` are rows of `experience`; at most `micro_batch_size` of them go through the models at a time, and without
+    /// `trains_policy` through the value model only.
     ///
     /// # Errors
-    /// If a row is out of range or does not fit the models, `micro_batch_size` is 0, or `targets` are not those of `experience`.
+    /// If a row is out of range or does not fit the models, `micro_batch_size` is 0, or `targets` do not fit `experience`.
     pub fn gradients(
         &self,
         experience: &Experience,
@@ -636,10 +637,10 @@ impl Learner {
         check_targets(experience, targets)?;
         check_rows(experience, mini_batch)?;
         let batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: false };
-        self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::with_policy(trains_policy))
+        self.row_gradients(&batch, mini_batch, micro_batch_size, TrainedModels::with_policy(trains_policy))
     }
 
-    /// [`Learner::gradients`] of the policy alone, where its gradients need not be beside the value model's.
+    /// [`Learner::gradients`] of the policy alone, where the gradients of both models need not be in memory at once.
     pub(crate) fn policy_gradients(
         &mut self,
         experience: &Experience,
@@ -652,11 +653,11 @@ impl Learner {
         }
         self.hand_gradients_to(TrainedModels::Policy)?;
         let batch = Batch { experience, targets, counts: experience.loss_counts(), is_first: false };
-        self.gradients_of(&batch, mini_batch, micro_batch_size, TrainedModels::Policy)
+        self.row_gradients(&batch, mini_batch, micro_batch_size, TrainedModels::Policy)
     }
 
     /// [`Learner::gradients`] of rows of `batch`.
-    fn gradients_of(
+    fn row_gradients(
         &self,
         batch: &Batch<'_>,
         mini_batch: &[usize],
@@ -673,13 +674,14 @@ impl Learner {
             .then(|| whiten_rows(&targets.advantages, mini_batch, &experience.whitened_mask(has_critic)));
         let advantages = whitened.as_ref().unwrap_or(&targets.advantages);
         let length = |&row: &usize| experience.sequence_len(row);
-        // Rows of a group side by side, so that their prompt is computed once; the losses are sums over the mini-batch.
+        // Rows of a group are side by side, so that their prompt is computed once; the losses are sums over the mini-batch, in any order.
         let mut rows = mini_batch.to_vec();
         if experience.has_groups() {
             rows.sort_by_key(|&row| (experience.groups[row], row));
         }
-        let own = self.world.share_by(&rows, length);
-        let parts = passes(experience, own, (micro_batch_size, self.micro_batch_tokens), self.shares_first_tokens());
+        let local_rows = self.world.share_by(&rows, length);
+        let limits = (micro_batch_size, self.micro_batch_tokens);
+        let parts = passes(experience, local_rows, limits, self.shares_first_tokens());
         let factors = LossFactors {
             divisor: self.divisor(batch, mini_batch.len(), tokens),
             entropy_tokens: tokens.max(1.0),
@@ -723,13 +725,13 @@ impl Learner {
     /// Hands an event to the observer, if there is one.
     fn observed(&self, event: impl FnOnce() -> Learned) {
         if let Some(observer) = &self.observer {
-            // An observer that is gone misses nothing that it waits for.
+            // Sending fails only if the observer is gone, which then waits for nothing.
             let _ = observer.send(event());
         }
     }
 
-    /// Whether the models compute first tokens that sequences have in common once: a value head on the policy does not, nor do models whose
-    /// angles depend on the length of the text.
+    /// Whether the models compute first tokens that sequences have in common only once: a value head on the policy does not, nor do models
+    /// whose rotary angles depend on the length of the text.
     fn shares_first_tokens(&self) -> bool {
         let shares = |config: &ModelConfig| !config.has_length_dependent_rope();
         shares(self.policy.config())
@@ -751,26 +753,27 @@ impl Learner {
         }
     }
 
-    /// Passes without gradients over the micro-batches of this rank, and the factors with the least entropy of the tokens that the
-    /// policy's objective trains.
+    /// Runs passes without gradients over the micro-batches of this rank. Returns them, and the factors with the lowest entropy of the tokens
+    /// that the policy's objective trains.
     fn previews(
         &self,
         batches: impl Iterator<Item = MicroBatch>,
         mut factors: LossFactors,
     ) -> Result<(Vec<Preview>, LossFactors)> {
         let settings = &self.settings.update.loss;
-        let of_entropy = settings.top_entropy_quantile < 1.0;
-        let (mut previews, mut counted) = (Vec::new(), Vec::new());
+        let needs_entropy = settings.top_entropy_quantile < 1.0;
+        let mut previews = Vec::new();
+        let mut counted = Vec::new();
         let passes = batches.into_iter().try_for_each(|batch| {
             let rows = batch.at(&batch.token_spans);
-            let now = tch::no_grad(|| self.policy.logprobs_of(rows, batch.sampled(settings), of_entropy))?;
+            let now = tch::no_grad(|| self.policy.logprobs_of(rows, batch.sampled(settings), needs_entropy))?;
             counted.extend(now.entropy.iter().map(|entropy| [entropy.shallow_clone(), batch.counts().shallow_clone()]));
             previews.push(Preview { logprobs: now.logprobs, entropy: now.entropy });
             Ok(())
         });
         self.world.agree(passes)?;
-        if of_entropy {
-            // All micro-batches in one read, as each waits for the device.
+        if needs_entropy {
+            // One read for all micro-batches, as each read waits for the device.
             let entropies = if counted.is_empty() { Vec::new() } else { to_host(&selected(&counted)) };
             let mut all = self.world.gather_numbers(&entropies)?.concat();
             let least = least_entropy(&mut all, settings.top_entropy_quantile);
@@ -780,8 +783,8 @@ impl Learner {
         Ok((previews, factors))
     }
 
-    /// Forward and backward pass of one micro-batch; accumulates gradients. Returns the tokens under the policy, and with an observer the
-    /// values.
+    /// Forward and backward pass of one micro-batch; accumulates gradients. Returns the log-probabilities under the policy, and with an
+    /// observer the values.
     ///
     /// `reference`: the reference model's distributions and the rows of the micro-batch in them, where the loss has the KL
     /// over the whole vocabulary.
@@ -795,7 +798,8 @@ impl Learner {
     ) -> Result<(Option<TokenLogprobs>, Option<Tensor>)> {
         let settings = &self.settings.update.loss;
         let sampled = batch.sampled(settings);
-        let (token_spans, value_spans) = (&batch.token_spans, &batch.value_spans);
+        let token_spans = &batch.token_spans;
+        let value_spans = &batch.value_spans;
         // The value model's sums wait for the policy's, since both losses of a shared trunk need `sums` at once.
         let mut value_sums = Sums::default();
         let policy_loss = |slice, now: &TokenLogprobs| batch.policy_loss(slice, now, settings, factors, sums);
@@ -811,7 +815,8 @@ impl Learner {
                 return Err(Error::Run("kl_in_loss with kl_estimator = full needs a value model of its own".into()));
             }
             (ValueModel::Head(head), None) => {
-                let (sequences, prompt_lens) = (&batch.sequences, Some(&batch.prompt_lens[..]));
+                let sequences = &batch.sequences;
+                let prompt_lens = Some(&batch.prompt_lens[..]);
                 let batch = JointBatch { sequences, token_spans, value_spans, prompt_lens };
                 Some(head.backward(&self.policy, batch, options, policy_loss, value_loss)?)
             }
@@ -831,7 +836,7 @@ impl Learner {
                 Some(self.policy.logprobs_backward(batch.at(token_spans), options, policy_loss)?)
             }
         };
-        sums.add_values_of(value_sums);
+        sums.add_value_sums(value_sums);
         sums.end_rows(batch.rows());
         if let Some(entropy) = now.as_ref().and_then(|now| now.entropy.as_ref()) {
             sums.add_entropy(batch.entropy_sums(entropy).each_ref());
@@ -839,12 +844,12 @@ impl Learner {
         Ok((now, seen))
     }
 
-    /// Whether a mini-batch whose `parts` have accumulated their gradients is skipped: where the mean ratio of one is above
+    /// Whether a mini-batch whose `parts` have accumulated their gradients is skipped: the mean ratio of one part is above
     /// `ratio_threshold`. The gradients are then cleared.
     fn skips_step(&mut self, parts: &mut [StepStats]) -> bool {
         let most = self.settings.update.ratio_threshold;
         let far = |part: &StepStats| most.is_some_and(|most| part.ratio > most * part.tokens);
-        // An infinite ratio is far, whatever it makes of the loss.
+        // An infinite ratio counts as far, even if it makes the loss not finite.
         let finite = |part: &StepStats| {
             part.not_finite().is_none() || (part.ratio == f64::INFINITY && part.value_loss.is_finite())
         };
@@ -860,7 +865,7 @@ impl Learner {
         skips
     }
 
-    /// Makes the gradients that `parts` parts have accumulated their mean.
+    /// Divides the gradients accumulated over `parts` parts by their number.
     fn average_over(&mut self, parts: usize, trains: TrainedModels) {
         if parts == 1 {
             return;
@@ -872,11 +877,11 @@ impl Learner {
         self.optimizers.value.iter_mut().filter(|_| trains.value()).for_each(|optimizer| optimizer.scale_grad(share));
     }
 
-    /// [`Learner::step`] by the gradients of all `parts`; one part that is not finite skips the step.
-    fn step_of_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: TrainedModels) -> Result<()> {
+    /// [`Learner::step`] with the gradients of all `parts`; one part that is not finite skips the step.
+    fn step_with_parts(&mut self, parts: &mut [StepStats], rates: LearningRates, trains: TrainedModels) -> Result<()> {
         let at = parts.iter().position(|part| part.not_finite().is_some()).unwrap_or(parts.len() - 1);
         let before = self.optimizers.policy.steps();
-        self.step_of(trains, rates, &mut parts[at])?;
+        self.step_models(trains, rates, &mut parts[at])?;
         self.control_entropy(before, parts);
         let norms = (parts[at].policy_grad_norm, parts[at].value_grad_norm);
         parts.iter_mut().for_each(|part| (part.policy_grad_norm, part.value_grad_norm) = norms);
@@ -885,20 +890,20 @@ impl Learner {
 
     /// The norm of each parameter's gradient, before clipping; the policy's only if it is trained.
     fn gradients_by_name(&self, trains_policy: bool) -> Gradients {
-        let [of_policy, of_value] = self.loss_scales();
+        let [policy_scale, value_scale] = self.loss_scales();
         let norms = |optimizer: &Optimizer, scale: f64| {
             optimizer.grad_norms().into_iter().map(|(name, norm)| (name, norm / scale)).collect()
         };
         Gradients {
-            policy: if trains_policy { norms(&self.optimizers.policy, of_policy) } else { Vec::new() },
-            value: self.optimizers.value.as_ref().map_or(Vec::new(), |optimizer| norms(optimizer, of_value)),
+            policy: if trains_policy { norms(&self.optimizers.policy, policy_scale) } else { Vec::new() },
+            value: self.optimizers.value.as_ref().map_or(Vec::new(), |optimizer| norms(optimizer, value_scale)),
         }
     }
 
     /// Loss scales of policy and value model.
     fn loss_scales(&self) -> [f64; 2] {
         let Some(scaling) = &self.optimizers.scaling else { return [1.0; 2] };
-        // Both losses of a shared trunk make one gradient.
+        // The losses of a shared trunk make one gradient, so they have one scale.
         [&scaling.policy, scaling.value.as_ref().unwrap_or(&scaling.policy)].map(LossScaler::scale)
     }
 
@@ -915,7 +920,7 @@ impl Learner {
         self.check_optimizers()?;
         let rates = rates.checked(RATES)?;
         let before = self.optimizers.policy.steps();
-        self.step_of(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)?;
+        self.step_models(TrainedModels::with_policy(rates.policy.is_some()), rates, stats)?;
         self.control_entropy(before, std::slice::from_ref(stats));
         Ok(())
     }
@@ -926,9 +931,9 @@ impl Learner {
         self.entropy_controller.as_ref().map_or(constant, EntropyController::applied)
     }
 
-    /// Hands the entropy of the tokens of `parts` to the controller, if the policy has taken a step since it had taken `before`.
+    /// Gives the entropy of the tokens of `parts` to the controller, if the policy has taken a step; `before` is its number of steps before.
     fn control_entropy(&mut self, before: i64, parts: &[StepStats]) {
-        let sum = |of: fn(&StepStats) -> f64| parts.iter().map(of).sum::<f64>();
+        let sum = |number: fn(&StepStats) -> f64| parts.iter().map(number).sum::<f64>();
         let tokens = sum(|part| part.bonus_tokens);
         if self.optimizers.policy.steps() > before
             && tokens > 0.0
@@ -938,26 +943,26 @@ impl Learner {
         }
     }
 
-    /// [`Learner::step`] of the models that `trains` names.
-    fn step_of(&mut self, trains: TrainedModels, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
-        let [of_policy, of_value] = self.loss_scales();
+    /// [`Learner::step`] of the models in `trains`.
+    fn step_models(&mut self, trains: TrainedModels, rates: LearningRates, stats: &mut StepStats) -> Result<()> {
+        let [policy_scale, value_scale] = self.loss_scales();
         if trains.policy() {
             self.optimizers.policy.reduce_gradients(&self.world)?;
-            stats.policy_grad_norm = self.optimizers.policy.grad_norm()? / of_policy;
+            stats.policy_grad_norm = self.optimizers.policy.grad_norm()? / policy_scale;
         }
         if let Some(optimizer) = self.optimizers.value.as_mut().filter(|_| trains.value()) {
             optimizer.reduce_gradients(&self.world)?;
-            stats.value_grad_norm = optimizer.grad_norm()? / of_value;
+            stats.value_grad_norm = optimizer.grad_norm()? / value_scale;
         }
         self.observed(|| Learned::Gradients(self.gradients_by_name(trains.policy())));
         let align = self.optimizers.scaling.as_ref().is_some_and(|scaling| scaling.align);
         self.optimizers.scaling.iter_mut().for_each(|scaling| scaling.record(trains.policy(), stats));
         let named = |model| move |e: Error| Error::Run(format!("{model}: {e}"));
-        let both = align && (stats.policy_overflowed || stats.value_overflowed);
-        let moves_policy = trains.policy() && stats.not_finite().is_none() && !stats.policy_overflowed && !both;
+        let skips_both = align && (stats.policy_overflowed || stats.value_overflowed);
+        let moves_policy = trains.policy() && stats.not_finite().is_none() && !stats.policy_overflowed && !skips_both;
         match rates.policy.filter(|_| moves_policy) {
             Some(lr) => {
-                self.optimizers.policy.unscale(of_policy);
+                self.optimizers.policy.unscale(policy_scale);
                 self.optimizers.policy.step_of_norm(lr, stats.policy_grad_norm).map_err(named("policy"))?;
                 if let Some(ema) = &mut self.ema {
                     ema.update(&self.policy);
@@ -965,10 +970,10 @@ impl Learner {
             }
             None => self.optimizers.policy.zero_grad(),
         }
-        let moves_value = trains.value() && stats.values_are_finite() && !stats.value_overflowed && !both;
+        let moves_value = trains.value() && stats.values_are_finite() && !stats.value_overflowed && !skips_both;
         match &mut self.optimizers.value {
             Some(optimizer) if moves_value => {
-                optimizer.unscale(of_value);
+                optimizer.unscale(value_scale);
                 optimizer.step_of_norm(rates.value, stats.value_grad_norm).map_err(named("value model"))?;
             }
             Some(optimizer) => optimizer.zero_grad(),
@@ -977,7 +982,7 @@ impl Learner {
         Ok(())
     }
 
-    /// Accumulates the policy's gradient of the next `rows` blocks of text, if there are any; their loss is in the last of the `parts`.
+    /// Accumulates the policy's gradient of the next `rows` blocks of text, if there are any; the last of the `parts` gets their loss.
     fn mix_texts(&mut self, rows: usize, most_rows: usize, parts: &mut [StepStats]) -> Result<()> {
         let [scale, _] = self.loss_scales();
         let (Some(texts), Some(stats)) = (&mut self.unsupervised, parts.last_mut()) else { return Ok(()) };
@@ -994,7 +999,8 @@ impl Learner {
     /// If a text does not fit the policy, or none has two tokens.
     pub fn learn_texts<S: AsRef<[i64]>>(&self, texts: &[S], coef: f64) -> Result<f64> {
         let [scale, _] = self.loss_scales();
-        let (most_rows, most_tokens) = (texts.len().max(1), self.micro_batch_tokens);
+        let most_rows = texts.len().max(1);
+        let most_tokens = self.micro_batch_tokens;
         learn_texts(&self.policy, texts, coef * scale, &TextLimits { most_rows, most_tokens, world: &self.world })
     }
 
@@ -1005,14 +1011,14 @@ impl Learner {
     }
 }
 
-/// Returns the least entropy of the share `top` of tokens with the highest of `entropies`.
+/// Returns the lowest entropy among the share `top` of tokens with the highest of `entropies`.
 ///
-/// Tokens with the same history have the same entropy, but for rounding, which must not divide them. Where most tokens are certain, the
-/// threshold is itself close to 0, and only a share of it may be left out of account, or every token would pass.
+/// Tokens with the same history have the same entropy but for rounding, which must not separate them. Where most tokens are certain, the
+/// threshold is itself close to 0, so the tolerance is also bounded by a share of it: otherwise every token would pass.
 fn least_entropy(entropies: &mut [f64], top: f64) -> f64 {
     let least = math::quantile(entropies, 1.0 - top);
     let (nats, share) = ENTROPY_ROUNDING;
-    // In f32, in which tensors compare it.
+    // Rounded to f32, in which tensors compare it.
     f64::from((least - nats.min(share * least.max(0.0))) as f32)
 }
 
@@ -1054,7 +1060,7 @@ fn check_targets(experience: &Experience, targets: &Targets) -> Result<()> {
 }
 
 /// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by
-/// itself. `shares`: first tokens that a row has in common with the row before it in the same pass are computed once.
+/// itself. With `shares`, first tokens that a row has in common with the row before it in the same pass are computed once.
 fn passes<'a>(
     e: &Experience,
     rows: &'a [usize],
@@ -1066,7 +1072,7 @@ fn passes<'a>(
     micro_batches(rows, most_rows, most_tokens, |row| (e.sequence_len(*row), shared.get(row).copied().unwrap_or(0)))
 }
 
-fn optimizer_of<H: ModelHead>(
+fn build_optimizer<H: ModelHead>(
     model: &PretrainedModel<H>,
     config: &OptimizerConfig,
     settings: &LearnerSettings,
@@ -1104,18 +1110,19 @@ impl Scaling {
         Self { policy: scaler(), value: value.model().map(|_| scaler()), align }
     }
 
-    /// Records overflows of the gradients whose norms `stats` holds; a loss that is not finite is no overflow.
+    /// Records overflows of the gradients whose norms are in `stats`; a loss that is not finite is no overflow.
     fn record(&mut self, trains_policy: bool, stats: &mut StepStats) {
         if !(stats.policy_loss.is_finite() && stats.value_loss.is_finite()) {
             return;
         }
         let overflows = |norm: f64| !norm.is_finite();
         // Under `align_overflow`, only the model that overflowed adjusts its scale.
-        let (of_policy, of_value) = (overflows(stats.policy_grad_norm), overflows(stats.value_grad_norm));
-        if trains_policy && (of_policy || !(self.align && of_value)) {
+        let policy_overflows = overflows(stats.policy_grad_norm);
+        let value_overflows = overflows(stats.value_grad_norm);
+        if trains_policy && (policy_overflows || !(self.align && value_overflows)) {
             stats.policy_overflowed = self.policy.overflows_at(stats.policy_grad_norm);
         }
-        if let Some(value) = self.value.as_mut().filter(|_| of_value || !(self.align && of_policy)) {
+        if let Some(value) = self.value.as_mut().filter(|_| value_overflows || !(self.align && policy_overflows)) {
             stats.value_overflowed = value.overflows_at(stats.value_grad_norm);
         }
         if stats.policy_overflowed {

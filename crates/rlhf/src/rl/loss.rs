@@ -43,11 +43,11 @@ pub struct LossSettings {
 impl LossSettings {
     /// Returns true if the losses need the log-probabilities of whole responses before their backward pass.
     pub(crate) fn needs_preview(&self) -> bool {
-        // On the policy that sampled, a ratio of a response is 1, and only its gradient at the KL needs the whole response.
+        // On the policy that sampled, the ratio of a response is 1, and only its gradient at the KL needs the whole response.
         let corrects_kl = self.use_bias_correction_kl && self.kl_in_loss.is_some();
-        let of_sequences = self.importance != ImportanceLevel::Token && (!self.on_policy || corrects_kl);
-        let of_weights = matches!(self.objective, Objective::Vespo { .. }) && !self.on_policy;
-        self.top_entropy_quantile < 1.0 || of_sequences || of_weights || self.off_policy_mask_threshold.is_some()
+        let needs_sequences = self.importance != ImportanceLevel::Token && (!self.on_policy || corrects_kl);
+        let needs_weights = matches!(self.objective, Objective::Vespo { .. }) && !self.on_policy;
+        self.top_entropy_quantile < 1.0 || needs_sequences || needs_weights || self.off_policy_mask_threshold.is_some()
     }
 }
 
@@ -56,7 +56,7 @@ impl LossSettings {
 pub(crate) struct LossFactors {
     /// Divisor of the sums of the policy's losses.
     pub(crate) divisor: f64,
-    /// Tokens that the entropy bonus is the mean of.
+    /// Number of tokens over which the entropy bonus is averaged.
     pub(crate) entropy_tokens: f64,
     /// Coefficient of the entropy bonus.
     pub(crate) entropy_coef: f64,
@@ -66,7 +66,7 @@ pub(crate) struct LossFactors {
     pub(crate) kl_coef: f64,
     /// Loss scales of policy and value model; 1 outside f16.
     pub(crate) scales: [f64; 2],
-    /// Least entropy of a token that the policy's objective trains.
+    /// Lowest entropy of a token that the policy's objective trains.
     pub(crate) least_entropy: Option<f64>,
 }
 
@@ -102,9 +102,9 @@ pub(crate) struct MicroBatch {
     token_weights: Option<Tensor>,
     /// Ratios of whole responses; `None` where each token has its own.
     sequence: Option<Sequence>,
-    /// Weights of the tokens in the policy's objective, `[M]` f32: 0 where it does not train them; `None` where it trains all.
+    /// Weights of the tokens in the policy's objective, `[M]` f32: 0 at tokens that it does not train; `None` where it trains all.
     objective_weights: Option<Tensor>,
-    /// 1 at the tokens in the entropy bonus, else 0, `[M]` f32; `None` where all are.
+    /// 1 at the tokens in the entropy bonus, 0 at the others, `[M]` f32; `None` where all are in it.
     high_entropy: Option<Tensor>,
 }
 
@@ -136,30 +136,31 @@ impl MicroBatch {
         settings: &LossSettings,
     ) -> Self {
         let slots = e.slots(rows);
-        let (of_tokens, of_values) = (|x: &Tensor| slots.of_tokens(x), |x: &Tensor| slots.of_values(x));
-        let counts = of_tokens(&e.masks.loss);
-        let rows_of = Rows::new(slots.row_of_tokens.shallow_clone(), rows.len(), &counts);
-        let old_logprobs = of_tokens(&e.logprobs);
+        let token_numbers = |x: &Tensor| slots.select_tokens(x);
+        let value_numbers = |x: &Tensor| slots.select_values(x);
+        let counts = token_numbers(&e.masks.loss);
+        let token_rows = Rows::new(slots.token_rows.shallow_clone(), rows.len(), &counts);
+        let old_logprobs = token_numbers(&e.logprobs);
         let by_response = matches!(settings.aggregation, LossAggregation::Responses);
         // On the policy that sampled every ratio is 1, but the gradient of a product is that of all its factors.
         let product = settings.on_policy && settings.importance == ImportanceLevel::SequenceProduct;
         let sequence = product.then(|| Sequence {
             ratio: old_logprobs.ones_like(),
-            token_factor: rows_of.at_tokens(&rows_of.counts),
+            token_factor: token_rows.at_tokens(&token_rows.counts),
             kl: None,
         });
         Self {
             ragged: e.ragged(rows),
             old_logprobs,
             sampling_logprobs: None,
-            ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(of_tokens),
-            advantages: of_tokens(advantages),
-            old_values: of_values(&e.values),
-            returns: of_values(&targets.returns),
-            value_counts: of_values(&e.masks.value_loss),
-            token_weights: by_response.then(|| rows_of.at_tokens(&rows_of.counts.clamp_min(1.0).reciprocal())),
+            ref_logprobs: settings.kl_in_loss.and(e.ref_logprobs.as_ref()).map(token_numbers),
+            advantages: token_numbers(advantages),
+            old_values: value_numbers(&e.values),
+            returns: value_numbers(&targets.returns),
+            value_counts: value_numbers(&e.masks.value_loss),
+            token_weights: by_response.then(|| token_rows.at_tokens(&token_rows.counts.clamp_min(1.0).reciprocal())),
             counts,
-            rows: rows_of,
+            rows: token_rows,
             sequence,
             objective_weights: None,
             high_entropy: None,
@@ -168,7 +169,7 @@ impl MicroBatch {
 
     /// Compares the log-probabilities of `rows` with those that sampling recorded.
     pub(crate) fn comparing_sampling(self, e: &Experience, rows: &[usize]) -> Self {
-        Self { sampling_logprobs: e.sampling_logprobs.as_ref().map(|x| e.slots(rows).of_tokens(x)), ..self }
+        Self { sampling_logprobs: e.sampling_logprobs.as_ref().map(|x| e.slots(rows).select_tokens(x)), ..self }
     }
 
     /// The distributions that the losses take log-probabilities of.
@@ -179,7 +180,7 @@ impl MicroBatch {
     /// Loss of the policy over a slice of the tokens, a scalar; its sums go to `sums`.
     ///
     /// The objective, plus `kl_coef` times the KL and minus `entropy_coef` times the entropy where the settings have these terms,
-    /// divided as the aggregation is.
+    /// all divided by the divisor of the aggregation.
     pub(crate) fn policy_loss(
         &self,
         slice: Range<i64>,
@@ -195,7 +196,7 @@ impl MicroBatch {
         let old = if settings.on_policy { now.logprobs.detach() } else { here(&self.old_logprobs) };
         let ratios = Ratios::of_tokens(&now.logprobs, &old, &counts);
         let ratios = match &self.sequence {
-            Some(of) => ratios.of_sequences(&now.logprobs, &here(&of.ratio), &here(&of.token_factor)),
+            Some(sequence) => ratios.of_sequences(&now.logprobs, &here(&sequence.ratio), &here(&sequence.token_factor)),
             None => ratios,
         };
         let advantages = here(&self.advantages);
@@ -232,7 +233,7 @@ impl MicroBatch {
         }
         sums.add_policy(&loss, kl.map(|kl| kl.sum(Kind::Float)).as_ref(), &counts);
         sums.add_loss(&total, factors.divisor);
-        // With no token that counts there is no gradient.
+        // A sum over no tokens that count has no gradient.
         total / (factors.divisor / factors.scales[0])
     }
 
@@ -259,8 +260,8 @@ impl MicroBatch {
         };
     }
 
-    /// Ratios of whole responses, of the `log_ratio` and the current log-probability of each token, `[M]` f32 both; `None` where each
-    /// token has its own.
+    /// Ratios of whole responses, from the `log_ratio` and the current log-probability of each token, both `[M]` f32; `None` where each
+    /// token has its own ratio.
     fn response_ratios(&self, log_ratio: &Tensor, logprobs: &Tensor, settings: &LossSettings) -> Option<Sequence> {
         let rows = &self.rows;
         let ones = || rows.counts.ones_like();
@@ -273,10 +274,10 @@ impl MicroBatch {
             (_, ImportanceLevel::Sequence) => (rows.means(log_ratio), ones()),
             (_, ImportanceLevel::SequenceProduct) => (rows.sums(log_ratio), rows.counts.shallow_clone()),
         };
-        // VESPO's weights are of whole responses, and its KL has the ratios of single tokens.
+        // VESPO's weights belong to whole responses, while its KL has the ratios of single tokens.
         let weighs = matches!(settings.objective, Objective::Vespo { .. });
-        let of_responses = settings.importance != ImportanceLevel::Token && !weighs && settings.use_bias_correction_kl;
-        let estimator = settings.kl_in_loss.filter(|estimator| of_responses && *estimator != KlEstimator::Full);
+        let corrects_kl = settings.importance != ImportanceLevel::Token && !weighs && settings.use_bias_correction_kl;
+        let estimator = settings.kl_in_loss.filter(|estimator| corrects_kl && *estimator != KlEstimator::Full);
         let kl = estimator
             .zip(self.ref_logprobs.as_ref())
             .map(|(estimator, reference)| math::kl(logprobs, reference, &self.counts, estimator));
@@ -293,7 +294,7 @@ impl MicroBatch {
         Some(math::keep(&entropy.ge(least).to_kind(Kind::Float), &self.counts))
     }
 
-    /// Weights of the tokens in the objective, `[M]` f32, where those of high entropy are trained.
+    /// Weights of the tokens in the objective, `[M]` f32, where only tokens of high entropy are trained.
     fn shared_in_responses(&self, high: &Tensor, settings: &LossSettings) -> Tensor {
         let clips = matches!(settings.objective, Objective::Clipped(_) | Objective::Sapo { .. });
         match settings.importance {
@@ -342,11 +343,11 @@ impl MicroBatch {
     /// Sums of the entropies of the tokens that count, and of those in the entropy bonus, in nats.
     pub(crate) fn entropy_sums(&self, entropy: &Tensor) -> [Tensor; 2] {
         let all = math::masked_sum(entropy, &self.counts);
-        let of_bonus = match &self.high_entropy {
+        let bonus = match &self.high_entropy {
             Some(high) => math::masked_sum(&(entropy * high), &self.counts),
             None => all.shallow_clone(),
         };
-        [all, of_bonus]
+        [all, bonus]
     }
 }
 
@@ -354,32 +355,32 @@ impl MicroBatch {
 #[derive(Debug)]
 pub(crate) struct Rows {
     /// `[M]` i64.
-    of_tokens: Tensor,
+    token_rows: Tensor,
     /// Number of tokens that count in each row, `[rows]` f32.
     counts: Tensor,
 }
 
 impl Rows {
-    /// `of_tokens`: the row of each token, `[M]` i64; `counts`: the tokens that count, `[M]` bool.
-    fn new(of_tokens: Tensor, rows: usize, counts: &Tensor) -> Self {
+    /// `token_rows`: the row of each token, `[M]` i64; `counts`: the tokens that count, `[M]` bool.
+    fn new(token_rows: Tensor, rows: usize, counts: &Tensor) -> Self {
         let zeros = Tensor::zeros([rows as i64], (Kind::Float, counts.device()));
-        let counts = zeros.index_add(0, &of_tokens, &counts.to_kind(Kind::Float));
-        Self { of_tokens, counts }
+        let counts = zeros.index_add(0, &token_rows, &counts.to_kind(Kind::Float));
+        Self { token_rows, counts }
     }
 
-    /// The sum over each row's tokens of `x`, `[M]` to `[rows]`.
+    /// The sum of `x` over the tokens of each row, `[M]` to `[rows]`.
     pub(crate) fn sums(&self, x: &Tensor) -> Tensor {
-        self.counts.zeros_like().index_add(0, &self.of_tokens, x)
+        self.counts.zeros_like().index_add(0, &self.token_rows, x)
     }
 
-    /// The mean over each row's tokens that count of `x`, `[M]` to `[rows]`, where `x` is 0 at the others.
+    /// The mean of `x` over the tokens of each row that count, `[M]` to `[rows]`; `x` is 0 at the other tokens.
     fn means(&self, x: &Tensor) -> Tensor {
         self.sums(x) / self.counts.clamp_min(1.0)
     }
 
     /// The number of each token's row, `[rows]` to `[M]`.
     fn at_tokens(&self, x: &Tensor) -> Tensor {
-        x.index_select(0, &self.of_tokens)
+        x.index_select(0, &self.token_rows)
     }
 }
 
@@ -390,7 +391,7 @@ const POLICY_SUMS: [&str; 8] =
 /// Names of the sums of [`Sums::value`], in their order.
 const VALUE_SUMS: [&str; 4] = ["value_loss", "value_clipped", "value", "value_error"];
 
-/// Writes `numbers` to the sums `names`; none where nothing was added.
+/// Writes `numbers` to the sums `names`; writes nothing if there are no numbers.
 fn write(stats: &mut StepStats, names: &[&str], numbers: &[f64]) {
     debug_assert!(numbers.is_empty() || numbers.len() == names.len(), "{numbers:?} for {} sums", names.len());
     names.iter().zip(numbers).for_each(|(name, &number)| *stats.sum_mut(name) = number);
@@ -428,8 +429,8 @@ impl Sums {
         add(&mut self.loss, &[&(total.detach() / divisor)]);
     }
 
-    /// Ends a micro-batch: adds the share of each of its responses' tokens that is clipped. With ratios of whole responses the
-    /// tokens of one have the same ratio.
+    /// Ends a micro-batch: adds the share of clipped tokens of each of its responses. With ratios of whole responses all tokens of a
+    /// response have the same ratio.
     pub(crate) fn end_rows(&mut self, rows: &Rows) {
         let Some(clips) = self.clips.as_mut().map(std::mem::take).filter(|clips| !clips.is_empty()) else { return };
         let sums = |at: usize| {
@@ -476,16 +477,16 @@ impl Sums {
         add(&mut self.value, &terms);
     }
 
-    /// Adds the sums of the values that another collected.
-    pub(crate) fn add_values_of(&mut self, other: Self) {
+    /// Adds the sums of the values that `other` collected.
+    pub(crate) fn add_value_sums(&mut self, other: Self) {
         self.value = match (self.value.take(), other.value) {
-            (Some(own), Some(others)) => Some(own + others),
-            (own, others) => own.or(others),
+            (Some(sum), Some(other)) => Some(sum + other),
+            (sum, other) => sum.or(other),
         };
     }
 
-    pub(crate) fn add_entropy(&mut self, [all, of_bonus]: [&Tensor; 2]) {
-        add(&mut self.entropy, &[all, of_bonus]);
+    pub(crate) fn add_entropy(&mut self, [all, bonus]: [&Tensor; 2]) {
+        add(&mut self.entropy, &[all, bonus]);
     }
 
     /// Reads the sums so far from the device.
@@ -514,13 +515,13 @@ impl Sums {
         if let [low, high, low_rows, high_rows] = row_clips.as_slice() {
             (stats.low_clipped, stats.high_clipped) = ([*low, *low_rows], [*high, *high_rows]);
         }
-        // A rank without a row that counts has no least share: [`StepStats::sum_over`] takes those of the other ranks.
+        // A rank without a row that counts has no minimum share: [`StepStats::sum_over`] takes that of the other ranks.
         (stats.low_clipped_min, stats.high_clipped_max) = match extremes.as_slice() {
             [least, most] => (*least, *most),
             _ => (f64::INFINITY, 0.0),
         };
-        if let [all, of_bonus] = entropy.as_slice() {
-            (stats.entropy, stats.bonus_entropy) = (*all, *of_bonus);
+        if let [all, bonus] = entropy.as_slice() {
+            (stats.entropy, stats.bonus_entropy) = (*all, *bonus);
         }
         stats.ratios = ratios.into_iter().map(|ratio| ratio as f32).collect();
     }
@@ -537,11 +538,11 @@ fn add(sums: &mut Option<Tensor>, terms: &[&Tensor]) {
     });
 }
 
-/// The numbers of the tensors, each of one dimension, in one read; none of those that are `None`.
+/// Reads the numbers of the tensors, each of one dimension, at once; a tensor that is `None` has no numbers.
 fn read<const N: usize>(tensors: [Option<Tensor>; N]) -> [Vec<f64>; N] {
     let lens = tensors.each_ref().map(|x| x.as_ref().map_or(0, Tensor::numel));
-    let found: Vec<Tensor> = tensors.into_iter().flatten().map(|x| x.to_kind(Kind::Double)).collect();
-    let all = if found.is_empty() { Vec::new() } else { to_host(&Tensor::cat(&found, 0)) };
+    let present: Vec<Tensor> = tensors.into_iter().flatten().map(|x| x.to_kind(Kind::Double)).collect();
+    let all = if present.is_empty() { Vec::new() } else { to_host(&Tensor::cat(&present, 0)) };
     let mut rest = all.into_iter();
     lens.map(|len| rest.by_ref().take(len).collect())
 }
@@ -667,7 +668,7 @@ mod tests {
         if settings.aggregation == LossAggregation::Tokens { 8.0 } else { 4.0 }
     }
 
-    /// Number of tokens that count whose entropy is high.
+    /// Number of tokens that count and have a high entropy.
     fn high_tokens(entropy: &Tensor, least: Option<f64>) -> f64 {
         let high = entropy.narrow(0, 0, 8).ge(least.unwrap_or(f64::NEG_INFINITY));
         high.sum(Kind::Float).double_value(&[])
@@ -815,9 +816,9 @@ mod tests {
             }
             let mut stats = StepStats::default();
             sums.read_into(&mut stats);
-            let of_this_rank = stats.low_clipped_min;
+            let rank_minimum = stats.low_clipped_min;
             stats.sum_over(&rlhf_base::dist::World::single()).unwrap();
-            [of_this_rank, stats.low_clipped_min]
+            [rank_minimum, stats.low_clipped_min]
         };
         assert_eq!(least(&[(&[true, false], &[true, false]), (&[true, true], &[true, true])]), [1.0, 1.0]);
         assert_eq!(least(&[(&[true, true], &[true, false])]), [0.0, 0.0]);
@@ -855,14 +856,14 @@ mod tests {
             stats
         };
         let e = 1.0 + 2f64.powi(-30);
-        let of_values = StepStats {
+        let value_stats = StepStats {
             value_loss: 20.0 * e,
             value_clipped: 42.0,
             value: 44.0,
             value_error: 46.0,
             ..StepStats::default()
         };
-        let of_both = StepStats {
+        let both_stats = StepStats {
             tokens: 3.0,
             loss: 5.0 * e,
             policy_loss: e,
@@ -880,11 +881,11 @@ mod tests {
             low_clipped_min: 1.0,
             high_clipped_max: 0.5,
             ratios: vec![0.5, f32::INFINITY, 1.25, 0.0],
-            ..of_values
+            ..value_stats
         };
         let none = f64::INFINITY;
-        assert_eq!(sums(true, true), of_both);
-        assert_eq!(sums(false, true), StepStats { tokens: 3.0, low_clipped_min: none, ..of_values });
+        assert_eq!(sums(true, true), both_stats);
+        assert_eq!(sums(false, true), StepStats { tokens: 3.0, low_clipped_min: none, ..value_stats });
         assert_eq!(sums(false, false), StepStats { tokens: 3.0, low_clipped_min: none, ..StepStats::default() });
     }
 }

@@ -81,7 +81,7 @@ pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
 
 /// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`; differentiable in `logprobs`.
 ///
-/// Panics for [`KlEstimator::Full`], which two numbers per token do not tell: `CausalLm::kl_to` measures it.
+/// Panics for [`KlEstimator::Full`], which needs whole distributions and not one log-probability of each model: `CausalLm::kl_to` measures it.
 pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: KlEstimator) -> Tensor {
     let log_ratio = keep(&(ref_logprobs - logprobs), mask);
     match estimator {
@@ -93,7 +93,7 @@ pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: Kl
     }
 }
 
-/// Rewards per slot, `[B, R]` f32: -`kl_coef` * `kl` everywhere, and each row's score at its place.
+/// Rewards per slot, `[B, R]` f32: -`kl_coef` * `kl` in every slot, plus each row's score in the slot of `position`.
 ///
 /// `kl` `[B, R]` is 0 outside the response; `scores` `[B]` f32.
 pub fn rewards(kl: &Tensor, scores: &Tensor, lengths: &[i64], kl_coef: f64, position: ScorePosition) -> Tensor {
@@ -123,11 +123,11 @@ pub enum Lambda {
     /// The same for all rows.
     Fixed(f64),
     /// One for each row, `[B]` f32. Source: Yue et al. 2025, VAPO, section 4.2.
-    OfRows(Tensor),
+    PerRow(Tensor),
 }
 
-/// [`gae`] that passes over the slots of `skipped`, `[B, R]` bool, if there are any: they are no steps, and the slot before them is followed by the
-/// one after them, whose value and advantage it gets with one discount. Results are 0 there.
+/// [`gae`] that passes over the slots of `skipped`, `[B, R]` bool, if there are any: they are no steps. The slot before them takes the value and
+/// the advantage of the slot after them, with one discount. Results are 0 in skipped slots.
 pub fn gae_across(
     rewards: &Tensor,
     values: &Tensor,
@@ -136,10 +136,10 @@ pub fn gae_across(
     gamma: f64,
     lam: &Lambda,
 ) -> (Tensor, Tensor) {
-    // Lambdas of rows are on the host as everything else here.
+    // The lambdas of rows are moved to the host, as everything else here.
     let discounted = |next: &Tensor| match lam {
         Lambda::Fixed(lam) => gamma * *lam * next,
-        Lambda::OfRows(lams) => gamma * lams.to_device(Device::Cpu) * next,
+        Lambda::PerRow(lams) => gamma * lams.to_device(Device::Cpu) * next,
     };
     let skipped = skipped.map(|skipped| skipped.to_device(Device::Cpu));
     // Slot after slot, with a few numbers in each: on a GPU, starting each operation would take longer than all of it on the host.
@@ -169,8 +169,8 @@ pub fn gae_across(
     (advantages.to_device(device), returns.to_device(device))
 }
 
-/// Discounted returns: the sum of each slot's reward and all later ones of its row, `[B, R]` f32. The slots of `skipped`, `[B, R]` bool, are no
-/// steps: nothing is discounted there.
+/// Discounted returns: in each slot the sum of its reward and all later rewards of its row, `[B, R]` f32. The slots of `skipped`, `[B, R]` bool,
+/// are no steps: nothing is discounted there.
 pub fn returns(rewards: &Tensor, skipped: Option<&Tensor>, gamma: f64) -> Tensor {
     if gamma == 1.0 {
         return rewards.flip([1i64]).cumsum(1, Kind::Float).flip([1i64]);
@@ -179,14 +179,14 @@ pub fn returns(rewards: &Tensor, skipped: Option<&Tensor>, gamma: f64) -> Tensor
     let rewards = rewards.to_device(Device::Cpu);
     let skipped = skipped.map(|skipped| skipped.to_device(Device::Cpu));
     let mut next = rewards.select(1, 0).zeros_like();
-    let mut found = Vec::new();
+    let mut returns = Vec::new();
     for t in (0..rewards.size()[1]).rev() {
         let here = rewards.select(1, t) + gamma * &next;
         next = skipped.as_ref().map_or(here.shallow_clone(), |skipped| next.where_self(&skipped.select(1, t), &here));
-        found.push(next.shallow_clone());
+        returns.push(next.shallow_clone());
     }
-    found.reverse();
-    Tensor::stack(&found, 1).to_device(device)
+    returns.reverse();
+    Tensor::stack(&returns, 1).to_device(device)
 }
 
 /// The rows that a group's mean leaves out.
@@ -198,10 +198,11 @@ pub enum LeaveOut {
     Itself,
 }
 
-/// The mean of `numbers` over each row's group; NaN counts as no number. NaN where a row has none, or no other where it is left out.
+/// The mean of `numbers` over each row's group; NaN counts as no number. The result is NaN where the group has no number, or where the row is
+/// left out and has no number or is the only one that has.
 pub fn group_means(numbers: &[f64], groups: &[usize], leave_out: LeaveOut) -> Vec<f64> {
     let sums = group_sums(numbers, groups, |x| x);
-    let of_row = |(&number, &group): (&f64, &usize)| {
+    let row_mean = |(&number, &group): (&f64, &usize)| {
         let (sum, count) = sums[group];
         match leave_out {
             LeaveOut::Nothing => sum / count,
@@ -210,10 +211,10 @@ pub fn group_means(numbers: &[f64], groups: &[usize], leave_out: LeaveOut) -> Ve
             LeaveOut::Itself => (sum - number) / (count - 1.0),
         }
     };
-    numbers.iter().zip(groups).map(of_row).collect()
+    numbers.iter().zip(groups).map(row_mean).collect()
 }
 
-/// The unbiased standard deviation of `numbers` over each row's group; NaN counts as no number, and is the result of fewer than two.
+/// The unbiased standard deviation of `numbers` over each row's group; NaN counts as no number, and is the result for fewer than two numbers.
 pub fn group_stds(numbers: &[f64], groups: &[usize]) -> Vec<f64> {
     let means = group_means(numbers, groups, LeaveOut::Nothing);
     let gaps: Vec<f64> = numbers.iter().zip(means).map(|(x, mean)| x - mean).collect();
@@ -225,7 +226,7 @@ pub fn group_stds(numbers: &[f64], groups: &[usize]) -> Vec<f64> {
     groups.iter().map(std).collect()
 }
 
-/// Sum and count of `f` of the numbers of each group that are not NaN.
+/// For each group, the sum of `f` of its numbers that are not NaN, and their count.
 fn group_sums(numbers: &[f64], groups: &[usize], f: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
     let mut sums = vec![(0.0, 0.0); groups.iter().max().map_or(0, |most| most + 1)];
     for (&number, &group) in numbers.iter().zip(groups).filter(|(number, _)| !number.is_nan()) {
@@ -236,8 +237,8 @@ fn group_sums(numbers: &[f64], groups: &[usize], f: impl Fn(f64) -> f64) -> Vec<
 
 /// The mean of the numbers that are not NaN; NaN without one.
 pub fn mean(numbers: &[f64]) -> f64 {
-    let found = || numbers.iter().filter(|x| !x.is_nan());
-    found().sum::<f64>() / found().count() as f64
+    let known = || numbers.iter().filter(|x| !x.is_nan());
+    known().sum::<f64>() / known().count() as f64
 }
 
 /// The unbiased standard deviation of the numbers that are not NaN; NaN with fewer than two.
@@ -275,9 +276,9 @@ pub fn within(x: &Tensor, bounds: Option<[f64; 2]>) -> Tensor {
 /// Bounds on the policy's probability ratio in the clipped objective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {
-    /// Ratios below 1 less this are clipped.
+    /// Ratios below 1 - `low` are clipped.
     pub low: f64,
-    /// Ratios above 1 plus this are clipped; another one than `low` is "clip-higher". Source: Yu et al. 2025, DAPO.
+    /// Ratios above 1 + `high` are clipped; with another value than `low` this is "clip-higher". Source: Yu et al. 2025, DAPO.
     pub high: f64,
     /// Above 1: the loss of a token with a negative advantage A is at most this times -A. Source: Ye et al. 2020, dual-clip PPO.
     pub dual: Option<f64>,
@@ -344,7 +345,7 @@ pub enum LossAggregation {
 pub struct Ratios {
     /// The ratio at each token, with a gradient; exp(0) = 1 outside the mask.
     pub ratio: Tensor,
-    /// New less old log-probability of each token, 0 outside the mask.
+    /// New minus old log-probability of each token, 0 outside the mask.
     pub log_ratio: Tensor,
 }
 
@@ -355,8 +356,8 @@ impl Ratios {
         Self { ratio: log_ratio.exp(), log_ratio }
     }
 
-    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` what a token's
-    /// log-probability adds to its logarithm, times the tokens of the response.
+    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` is the number of tokens of the
+    /// response times the weight of a token's log-probability in the logarithm of that ratio.
     ///
     /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss and the
     /// same advantage, the sum over tokens has that gradient if a token's ratio is
@@ -532,22 +533,22 @@ mod tests {
             let kept: Vec<f32> = x.iter().zip(kept).filter(|(_, kept)| *kept).map(|(x, _)| *x).collect();
             rows(&[&kept])
         };
-        let of_kept = |x: &Tensor| x.masked_select(&skipped.logical_not()).unsqueeze(0);
+        let select_kept = |x: &Tensor| x.masked_select(&skipped.logical_not()).unsqueeze(0);
         let all = Tensor::ones([1, 4], (Kind::Bool, Device::Cpu));
         for (gamma, lam) in [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0)] {
             let expected = gae(&dense(&rewards), &dense(&values), &all, gamma, lam);
-            for lam in [Lambda::Fixed(lam), Lambda::OfRows(Tensor::from_slice(&[lam as f32]))] {
+            for lam in [Lambda::Fixed(lam), Lambda::PerRow(Tensor::from_slice(&[lam as f32]))] {
                 let (rewards, values) = (rows(&[&rewards]), rows(&[&values]));
                 let (advantages, returns) =
                     gae_across(&rewards, &values, &skipped.logical_not(), Some(&skipped), gamma, &lam);
-                assert_close(&of_kept(&advantages), &expected.0, 1e-6);
-                assert_close(&of_kept(&returns), &expected.1, 1e-6);
+                assert_close(&select_kept(&advantages), &expected.0, 1e-6);
+                assert_close(&select_kept(&returns), &expected.1, 1e-6);
                 let outside = advantages.masked_select(&skipped).abs().sum(Kind::Double).double_value(&[]);
                 assert_eq!(outside, 0.0);
             }
             let rewards = keep(&rows(&[&rewards]), &skipped.logical_not());
             let found = super::returns(&rewards, Some(&skipped), gamma);
-            assert_close(&of_kept(&found), &super::returns(&of_kept(&rewards), None, gamma), 1e-6);
+            assert_close(&select_kept(&found), &super::returns(&select_kept(&rewards), None, gamma), 1e-6);
         }
     }
 

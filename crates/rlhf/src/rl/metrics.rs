@@ -13,7 +13,7 @@ impl Learner {
     /// Adds the metrics of one update under TRL's names: `objective/*` are sums per response, averaged over responses; the
     /// other averages are over tokens, of all mini-batches together. `docs/reference/metrics.md` defines each.
     ///
-    /// Metrics of a setting that is off by default appear only where it is on. While the policy is frozen there are none of
+    /// Metrics of a setting that is off by default appear only where it is on. While the policy is frozen there are no metrics of
     /// its loss.
     pub fn metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats], plan: &EpochPlan) {
         self.rollout_metrics(m, e, targets);
@@ -62,15 +62,15 @@ impl Learner {
         let stds = math::group_stds(&totals, &e.groups);
         m.push("frac_reward_zero_std", stds.iter().filter(|std| equal(std)).count() as f64 / totals.len() as f64);
         let all = Steps::of(steps);
-        let of_steps = |f: fn(&StepStats) -> f64| {
+        let step_mean = |f: fn(&StepStats) -> f64| {
             all.kept.iter().map(|step| step.iter().map(f).sum::<f64>() / step.len() as f64).sum::<f64>()
                 / all.kept.len() as f64
         };
-        m.push("loss", of_steps(|s| s.loss));
+        m.push("loss", step_mean(|s| s.loss));
         m.push("grad_norm", all.mean_norm(|s| s.policy_grad_norm, |s| s.policy_overflowed));
         m.push("entropy", all.per_token(|s| s.entropy));
         if self.entropy_controller.is_some() {
-            m.push("entropy_coef", of_steps(|s| s.entropy_coef));
+            m.push("entropy_coef", step_mean(|s| s.entropy_coef));
         }
         if e.ref_logprobs.is_some() {
             let tokens = e.masks.response.sum(Kind::Double).double_value(&[]).max(1.0);
@@ -83,19 +83,19 @@ impl Learner {
         self.clip_metrics(m, &all);
     }
 
-    /// Returns the metrics of PPO that a run of groups has by other names, or that say nothing in it: with the KL in the loss the rewards
-    /// are the scores.
+    /// Returns the PPO metrics that a run of groups leaves out: it has them by other names, or they say nothing. With the KL in the loss the
+    /// rewards are the scores.
     pub(crate) fn repeated_metrics(&self) -> &'static [&'static str] {
-        const OF_KL: [&str; 3] = ["loss/kl_avg", "objective/non_score_reward", "objective/rlhf_reward"];
-        const ALL: [&str; 4] = [OF_KL[0], OF_KL[1], OF_KL[2], CLIPPED];
-        // The share of clipped tokens is `clip_ratio/region_mean`, where that is one of tokens.
+        const KL: [&str; 3] = ["loss/kl_avg", "objective/non_score_reward", "objective/rlhf_reward"];
+        const ALL: [&str; 4] = [KL[0], KL[1], KL[2], CLIPPED];
+        // The share of clipped tokens is also `clip_ratio/region_mean`, where that counts tokens.
         const CLIPPED: &str = "policy/clipfrac_avg";
         let settings = &self.settings.update.loss;
-        let of_tokens =
+        let clips_tokens =
             settings.importance == ImportanceLevel::Token && matches!(settings.objective, Objective::Clipped(_));
-        match (settings.kl_in_loss.is_some(), of_tokens) {
+        match (settings.kl_in_loss.is_some(), clips_tokens) {
             (true, true) => &ALL,
-            (true, false) => &OF_KL,
+            (true, false) => &KL,
             (false, true) => &ALL[3..],
             (false, false) => &[],
         }
@@ -104,14 +104,14 @@ impl Learner {
     /// Shares of the tokens, or of the responses where ratios are those of whole responses, that are clipped.
     fn clip_metrics(&self, m: &mut Metrics, steps: &Steps<'_>) {
         let settings = &self.settings.update.loss;
-        let of_responses = settings.importance != ImportanceLevel::Token;
+        let by_response = settings.importance != ImportanceLevel::Token;
         let share = |f: fn(&StepStats) -> [f64; 2]| {
-            if of_responses { steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows) } else { steps.per_token(|s| f(s)[0]) }
+            if by_response { steps.sum(|s| f(s)[1]) / steps.sum(|s| s.rows) } else { steps.per_token(|s| f(s)[0]) }
         };
         match settings.objective {
             Objective::Clipped(_) => {
                 let (low, high) = (share(|s| s.low_clipped), share(|s| s.high_clipped));
-                // As in TRL, a part whose responses are all masked is in no mean of extremes.
+                // As in TRL, a part whose responses are all masked is left out of the means of extremes.
                 let counting: Vec<&StepStats> = steps.entries().filter(|s| s.low_clipped_min.is_finite()).collect();
                 let mean = |f: fn(&StepStats) -> f64| {
                     counting.iter().map(|s| f(s)).sum::<f64>() / counting.len().max(1) as f64
@@ -129,7 +129,7 @@ impl Learner {
 
     /// Metrics of the responses, before anything is trained.
     fn rollout_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets) {
-        // Rows that are masked have no KL and no entropy; without any other row there is none to report.
+        // Masked rows have no KL and no entropy; if all rows are masked there is none to report.
         let rows = e.unmasked_rows();
         let per_row = |x: Tensor| x.sum(Kind::Double).double_value(&[]) / rows.max(1.0);
         let (kl, entropy) = (per_row(targets.kl.shallow_clone()), -per_row(math::keep(&e.logprobs, &e.masks.response)));
@@ -215,7 +215,7 @@ impl<'a> Steps<'a> {
         self.entries().filter(|step| f(step)).count()
     }
 
-    /// Average over tokens; NaN, as 0 / 0, without a step, and 0 where no token of a step counts.
+    /// Average over tokens; NaN (0 / 0) without a step, and 0 where no token of a step counts.
     fn per_token(&self, f: impl Fn(&StepStats) -> f64) -> f64 {
         let tokens = self.sum(|s| s.tokens);
         if tokens == 0.0 && !self.kept.is_empty() { 0.0 } else { self.sum(f) / tokens }

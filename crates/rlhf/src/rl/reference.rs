@@ -23,7 +23,7 @@ pub struct SyncConfig {
 }
 
 impl SyncConfig {
-    /// Checks the settings, of a run with a reference model of its own or (`shared`) with one that shares the policy's weights; `used`:
+    /// Checks the settings. `shared`: the reference model shares the policy's weights instead of being a model of its own; `used`:
     /// the KL to it is used.
     pub(crate) fn check(&self, shared: bool, used: bool) -> Result<()> {
         let usual: Self = defaults();
@@ -71,20 +71,22 @@ impl SyncConfig {
     /// # Errors
     /// If the models have different parameters; if a rank has ended or does not respond.
     pub fn mix(&self, policy: &CausalLm, reference: &CausalLm) -> Result<()> {
-        let (alpha, _loaded) = (self.ref_model_mixup_alpha, reference.loaded()?);
-        let (mut of_policy, mut of_reference) = (policy.shards().by_name(false), reference.shards().by_name(false));
+        let alpha = self.ref_model_mixup_alpha;
+        let _loaded = reference.loaded()?;
+        let mut policy_shards = policy.shards().by_name(false);
+        let mut reference_shards = reference.shards().by_name(false);
         for param in reference.params() {
-            let from = policy.params().iter().find(|other| other.name == param.name).ok_or_else(|| {
+            let source = policy.params().iter().find(|other| other.name == param.name).ok_or_else(|| {
                 Error::Run(format!(
                     "sync_ref_model: expected the reference model's parameter {} in the policy, found none",
                     param.name
                 ))
             })?;
-            of_policy.gather(&from.name)?;
-            of_reference.gather(&param.name)?;
+            policy_shards.gather(&source.name)?;
+            reference_shards.gather(&param.name)?;
             tch::no_grad(|| {
                 let mixed = param.tensor.to_kind(Kind::Float) * (1.0 - alpha)
-                    + from.tensor.detach().to_kind(Kind::Float) * alpha;
+                    + source.tensor.detach().to_kind(Kind::Float) * alpha;
                 let write = |tensor: &Tensor| tensor.shallow_clone().copy_(&mixed);
                 if reference.shards().divides(&param.name) {
                     // A gathered parameter is a copy: each rank writes its own part.

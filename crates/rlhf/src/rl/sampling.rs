@@ -46,7 +46,7 @@ impl SamplingDifference {
         }
     }
 
-    /// Adds those of the other ranks.
+    /// Adds the differences of the other ranks.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -88,7 +88,7 @@ pub(crate) struct SamplingSums {
 }
 
 impl SamplingSums {
-    /// Adds the tokens of a slice, `[M]`, of which `counts`, bool, are compared.
+    /// Adds a slice of tokens, `[M]`; those in the bool mask `counts` are compared.
     pub(crate) fn add(&mut self, logprobs: &Tensor, sampled: &Tensor, counts: &Tensor) {
         tch::no_grad(|| {
             let difference = (logprobs.detach() - sampled).to_kind(Kind::Double);
@@ -110,7 +110,7 @@ impl SamplingSums {
         Some(Tensor::cat(&[self.sums?, self.extremes?], 0))
     }
 
-    /// The differences of the numbers of [`SamplingSums::joined`]; of none where there are none.
+    /// The differences from the numbers of [`SamplingSums::joined`]; the default if no token was compared.
     pub(crate) fn read(numbers: &[f64]) -> SamplingDifference {
         match *numbers {
             [tokens, difference, ratio, most, least, largest] if tokens > 0.0 => {

@@ -12,7 +12,7 @@ pub struct Schedule {
     pub value: (f64, OptimizerConfig),
     /// Updates at the start that train the value model alone.
     pub value_warmup_updates: usize,
-    /// Rates follow optimizer steps, and all epochs of an update have one order, as in TRL's GRPOTrainer and RLOOTrainer.
+    /// Rates follow optimizer steps, and all epochs of an update have the same order, as in TRL's GRPOTrainer and RLOOTrainer.
     pub by_step: bool,
     /// Epochs over the rows of an update.
     pub epochs: usize,
@@ -26,16 +26,16 @@ impl Schedule {
     pub fn rates(&self, update: usize, num_updates: usize) -> LearningRates {
         let frozen = self.value_warmup_updates;
         let (peak, optimizer) = &self.policy;
-        let of_policy = |update| learning_rate(*peak, optimizer, update, num_updates.saturating_sub(frozen));
-        let (value_peak, of_value) = &self.value;
+        let policy_rate = |update| learning_rate(*peak, optimizer, update, num_updates.saturating_sub(frozen));
+        let (value_peak, value_optimizer) = &self.value;
         LearningRates {
-            policy: update.checked_sub(frozen).map(of_policy),
-            value: learning_rate(*value_peak, of_value, update, num_updates),
+            policy: update.checked_sub(frozen).map(policy_rate),
+            value: learning_rate(*value_peak, value_optimizer, update, num_updates),
         }
     }
 
-    /// Returns the learning rates of the optimizer steps of update `update` (from 0) of `num_updates`, each of whose epochs has
-    /// `steps_per_epoch`.
+    /// Returns the learning rates of the optimizer steps of update `update` (from 0) of `num_updates`; each epoch has
+    /// `steps_per_epoch` steps.
     pub fn step_rates(&self, update: usize, num_updates: usize, steps_per_epoch: usize) -> StepRates {
         if !self.by_step {
             return self.rates(update, num_updates).into();

@@ -17,21 +17,21 @@ pub(crate) struct Penalties {
 /// The score of a response that did not stop.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Unstopped {
-    /// Its own, less this.
+    /// The score minus this.
     Less(f64),
-    /// This, in place of all scores of its rewards.
+    /// This instead of all scores of the response's rewards.
     Replaced(f64),
 }
 
 impl Unstopped {
-    /// Changes the scores of the rows that did not stop; those that did are `spared`.
+    /// Changes the scores of the rows that did not stop, which are the rows that are not `spared`.
     fn apply(self, scores: &mut Scores, spared: &[bool]) {
         match self {
             Self::Less(penalty) => scores.responses = penalize_missing_stop(&scores.responses, spared, penalty),
             Self::Replaced(value) => {
                 scores.responses = replace_missing_stop(&scores.responses, spared, value);
-                let of_tokens = scores.tokens.iter_mut().flatten().zip(spared);
-                of_tokens.filter(|(_, spared)| !**spared).for_each(|(row, _)| row.fill(0.0));
+                let token_scores = scores.tokens.iter_mut().flatten().zip(spared);
+                token_scores.filter(|(_, spared)| !**spared).for_each(|(row, _)| row.fill(0.0));
             }
         }
     }
@@ -48,7 +48,7 @@ pub fn replace_missing_stop(scores: &Tensor, stopped: &[bool], value: f64) -> Te
     scores.masked_fill(&on_device(stopped, scores.device()).logical_not(), value)
 }
 
-/// Makes the scores of responses from those of the rewards.
+/// Makes the scores of responses from the scores of the rewards.
 #[derive(Debug)]
 pub(crate) struct ScoreMaker {
     /// Running moments of the sums.
@@ -64,8 +64,8 @@ impl ScoreMaker {
         Self { scaling: ScoreScaling::new(scaling), penalties, ends }
     }
 
-    /// Returns the scores that are trained on, or baselines of them: scales `scored`, and subtracts the penalties. Scores of `training` are
-    /// added to the running moments first.
+    /// Returns the scores that are trained on, or baselines of them: scales `scored`, and subtracts the penalties. With `training` the scores
+    /// are added to the running moments first.
     pub(crate) fn trained(
         &mut self,
         scored: &mut Scored,
@@ -77,21 +77,21 @@ impl ScoreMaker {
         self.penalized(scored.to_scores(device), &scored.unscored(), responses)
     }
 
-    /// Returns the whole score of each response without running moments, less the penalties, `[B]`: comparable over a run.
+    /// Returns the whole score of each response minus the penalties, without running moments, `[B]`: comparable over a run.
     pub(crate) fn raw(&self, scored: &Scored, responses: &[Response], device: Device) -> Tensor {
         self.penalized(scored.to_raw_scores(device), &scored.unscored(), responses).responses
     }
 
-    /// Returns how often the last turn of each response holds a token that should end it.
+    /// Returns the number of tokens that should end a response in the last turn of each response.
     pub(crate) fn num_ends(&self, responses: &[Response]) -> Vec<usize> {
-        // Each turn before the last one ends with such a token too.
+        // Each earlier turn ends with such a token too.
         let last_turn = |r: &Response| r.inserted.last().map_or(0, |span| span.end);
         let count = |r: &Response| r.tokens[last_turn(r)..].iter().filter(|id| self.ends.contains(id)).count();
         responses.iter().map(count).collect()
     }
 
-    /// Subtracts the penalties. A response that ends with a stop string has stopped too, and one that is `unscored` has no score to be
-    /// lowered.
+    /// Subtracts the penalties. A response that ends with a stop string has also stopped, and one that is `unscored` has no score to
+    /// lower.
     fn penalized(&self, mut scores: Scores, unscored: &[bool], responses: &[Response]) -> Scores {
         if let Some(unstopped) = self.penalties.unstopped {
             let ends = self.num_ends(responses).into_iter().zip(responses);
@@ -100,10 +100,10 @@ impl ScoreMaker {
             unstopped.apply(&mut scores, &spared);
         }
         if let Some(overlong) = &self.penalties.overlong {
-            let of_row = |(response, unscored): (&Response, &bool)| {
+            let row_penalty = |(response, unscored): (&Response, &bool)| {
                 if *unscored { 0.0 } else { overlong.penalty(response) }
             };
-            let penalties: Vec<f64> = responses.iter().zip(unscored).map(of_row).collect();
+            let penalties: Vec<f64> = responses.iter().zip(unscored).map(row_penalty).collect();
             scores.responses -= Tensor::from_slice(&penalties).to(scores.responses.device());
             scores.responses = scores.responses.to_kind(Kind::Float);
         }
@@ -159,12 +159,12 @@ mod tests {
 
     #[test]
     fn a_response_stops_by_its_last_turn_or_a_stop_string_and_one_without_a_score_is_not_penalized() {
-        let mut of_turns = response(&[9, 1, 1], FinishReason::Length);
-        of_turns.inserted = std::iter::once(1..2).collect();
+        let mut two_turns = response(&[9, 1, 1], FinishReason::Length);
+        two_turns.inserted = std::iter::once(1..2).collect();
         let responses = [
             response(&[1, 9], FinishReason::Stop),
             response(&[1, 1], FinishReason::Stop),
-            of_turns,
+            two_turns,
             response(&[1, 1], FinishReason::Length),
         ];
         let mut maker = maker(Some(Unstopped::Less(1.0)), None);

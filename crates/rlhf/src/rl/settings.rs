@@ -134,8 +134,9 @@ impl LossConfig {
     /// Checks the settings of an entropy bonus that follows a target.
     fn check_entropy_control(&self) -> Result<()> {
         let usual: Self = defaults();
-        let (min, max) = (self.entropy_coef_min, self.entropy_coef_max);
-        let of_control = |name, value: f64, usual: f64| {
+        let min = self.entropy_coef_min;
+        let max = self.entropy_coef_max;
+        let only_adaptive = |name, value: f64, usual: f64| {
             if self.use_adaptive_entropy || value == usual {
                 zero_or_more(name, value)
             } else {
@@ -143,10 +144,10 @@ impl LossConfig {
             }
         };
         all([
-            of_control(name_of!(self.entropy_coef_min), min, usual.entropy_coef_min),
-            of_control(name_of!(self.entropy_coef_max), max, usual.entropy_coef_max),
-            of_control(name_of!(self.entropy_coef_delta), self.entropy_coef_delta, usual.entropy_coef_delta),
-            of_control(name_of!(self.entropy_target), self.entropy_target, usual.entropy_target),
+            only_adaptive(name_of!(self.entropy_coef_min), min, usual.entropy_coef_min),
+            only_adaptive(name_of!(self.entropy_coef_max), max, usual.entropy_coef_max),
+            only_adaptive(name_of!(self.entropy_coef_delta), self.entropy_coef_delta, usual.entropy_coef_delta),
+            only_adaptive(name_of!(self.entropy_target), self.entropy_target, usual.entropy_target),
             if self.use_adaptive_entropy {
                 expect(min <= max, name_of!(self.entropy_coef_min), min, &format!("at most entropy_coef_max = {max}"))
             } else {
@@ -170,7 +171,7 @@ impl LossConfig {
     fn check_objective(&self) -> Result<()> {
         let usual: Self = defaults();
         let quantile = self.top_entropy_quantile;
-        let of = |loss_type: LossType, name, value: f64, usual: f64| {
+        let only_with = |loss_type: LossType, name, value: f64, usual: f64| {
             if self.loss_type == loss_type || value == usual {
                 zero_or_more(name, value)
             } else {
@@ -187,13 +188,13 @@ impl LossConfig {
             ),
             self.off_policy_mask_threshold
                 .map_or(Ok(()), |kl| above_zero(name_of!(self.off_policy_mask_threshold), kl)),
-            of(
+            only_with(
                 LossType::Sapo,
                 name_of!(self.sapo_temperature_pos),
                 self.sapo_temperature_pos,
                 usual.sapo_temperature_pos,
             ),
-            of(
+            only_with(
                 LossType::Sapo,
                 name_of!(self.sapo_temperature_neg),
                 self.sapo_temperature_neg,
@@ -201,10 +202,10 @@ impl LossConfig {
             ),
             above_zero(name_of!(self.sapo_temperature_pos), self.sapo_temperature_pos),
             above_zero(name_of!(self.sapo_temperature_neg), self.sapo_temperature_neg),
-            of(LossType::Vespo, name_of!(self.vespo_k_pos), self.vespo_k_pos, usual.vespo_k_pos),
-            of(LossType::Vespo, name_of!(self.vespo_lambda_pos), self.vespo_lambda_pos, usual.vespo_lambda_pos),
-            of(LossType::Vespo, name_of!(self.vespo_k_neg), self.vespo_k_neg, usual.vespo_k_neg),
-            of(LossType::Vespo, name_of!(self.vespo_lambda_neg), self.vespo_lambda_neg, usual.vespo_lambda_neg),
+            only_with(LossType::Vespo, name_of!(self.vespo_k_pos), self.vespo_k_pos, usual.vespo_k_pos),
+            only_with(LossType::Vespo, name_of!(self.vespo_lambda_pos), self.vespo_lambda_pos, usual.vespo_lambda_pos),
+            only_with(LossType::Vespo, name_of!(self.vespo_k_neg), self.vespo_k_neg, usual.vespo_k_neg),
+            only_with(LossType::Vespo, name_of!(self.vespo_lambda_neg), self.vespo_lambda_neg, usual.vespo_lambda_neg),
             if whole && self.loss_type == LossType::Vespo {
                 no_effect(
                     name_of!(self.importance_sampling_level),

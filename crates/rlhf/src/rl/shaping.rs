@@ -32,7 +32,7 @@ pub struct Targets {
     pub kl: Tensor,
     /// Weight of the KL in this update, in the rewards or in the policy loss.
     pub kl_coef: f64,
-    /// -kl_coef * kl, unless the KL is in the loss, plus the scores at their places; whitened if the settings say so.
+    /// -kl_coef * kl, unless the KL is in the loss, plus the scores in their slots; whitened if the settings say so.
     pub rewards: Tensor,
     /// Advantages, as the policy loss takes them.
     pub advantages: Tensor,
@@ -50,7 +50,7 @@ pub fn targets(e: &Experience, kl_coef: f64, shaping: &Shaping) -> Targets {
     Targets { kl, kl_coef, rewards, advantages, returns }
 }
 
-/// Estimate of KL(policy || reference) per token, and rewards: the scores at their places minus `kl_coef` times the KL, unless
+/// Estimate of KL(policy || reference) per token, and rewards: the scores in their slots minus `kl_coef` times the KL, unless
 /// the KL is in the loss; whitened if the settings say so. Both are `[B, R]` f32.
 pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor, Tensor) {
     let kl = match (&e.full_kl, &e.ref_logprobs) {
@@ -60,7 +60,7 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
     };
     let in_rewards = if shaping.kl_in_loss { 0.0 } else { kl_coef };
     let scores = match (shaping.reward_clip, &e.token_scores) {
-        // Scores of tokens stay where they are; the response's own makes up for what the clip takes from the total.
+        // Token scores stay where they are; the score of the response absorbs the difference between the clipped and the whole total.
         (Some(_), Some(_)) => {
             let total = e.total_scores();
             &e.scores + math::within(&total, shaping.reward_clip) - total
@@ -69,7 +69,7 @@ pub fn shape_rewards(e: &Experience, kl_coef: f64, shaping: &Shaping) -> (Tensor
     };
     let scores = match e.unscored.as_slice() {
         [] => scores,
-        // A range without 0 gives no score to a response that has none.
+        // A clip range without 0 must not give a score to a response that has none.
         rows => {
             let rows = row_index(rows, &scores);
             scores.index_copy(0, &rows, &e.scores.index_select(0, &rows))

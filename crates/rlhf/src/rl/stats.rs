@@ -20,7 +20,7 @@ pub struct StepStats {
     pub high_clipped: [f64; 2],
     /// The least share of a response's tokens that is clipped below; infinite without a response that counts.
     pub low_clipped_min: f64,
-    /// The largest share of a response's tokens that is clipped above.
+    /// The lowest share of a response's tokens that is clipped below; infinite without a response that counts.
     pub high_clipped_max: f64,
     /// Value slots of the mini-batch.
     pub value_slots: f64,
@@ -44,9 +44,9 @@ pub struct StepStats {
     pub entropy: f64,
     /// Sum of the entropies of the tokens that an entropy bonus is the mean of.
     pub bonus_entropy: f64,
-    /// Tokens that an entropy bonus is the mean of; 0 while the policy is frozen.
+    /// Sum of the entropies of the tokens over which the entropy bonus is averaged.
     pub bonus_tokens: f64,
-    /// Coefficient of the entropy bonus after the step, where it follows a target; else 0.
+    /// Number of tokens over which the entropy bonus is averaged; 0 while the policy is frozen.
     pub entropy_coef: f64,
     /// Sum of the probability ratios.
     pub ratio: f64,
@@ -66,8 +66,8 @@ pub struct StepStats {
     pub unsup_loss: f64,
     /// The mean ratio was above `ratio_threshold`: no step was taken, and the norms are 0.
     pub skipped: bool,
-    /// Differences from the log-probabilities of sampling; only of the first optimizer step of an update, which no other has preceded, where
-    /// the update's responses have them.
+    /// Differences from the log-probabilities of sampling; only for the first optimizer step of an update, while the policy is still the one
+    /// that sampled, and only where the responses have these log-probabilities.
     pub sampling: Option<SamplingDifference>,
     /// The next entry belongs to the same optimizer step.
     pub continues_step: bool,
@@ -112,8 +112,8 @@ impl StepStats {
             ("the value model's loss", self.value_loss),
             ("the norm of the value model's gradient", self.value_grad_norm),
         ];
-        let found = numbers.into_iter().find(|(_, number)| !number.is_finite());
-        found.map(|(name, number)| format!("{name} is {number}"))
+        let first = numbers.into_iter().find(|(_, number)| !number.is_finite());
+        first.map(|(name, number)| format!("{name} is {number}"))
     }
 
     /// Whether the value model's loss and the norm of its gradient are finite.
@@ -121,8 +121,8 @@ impl StepStats {
         self.value_loss.is_finite() && self.value_grad_norm.is_finite()
     }
 
-    /// The sums of the policy's passes with those of the value model's passes over the same rows.
-    pub(crate) fn with_values_of(self, values: &Self) -> Self {
+    /// The sums of the policy's passes together with those of the value model's passes over the same rows.
+    pub(crate) fn with_value_stats(self, values: &Self) -> Self {
         Self {
             value_loss: values.value_loss,
             value_clipped: values.value_clipped,
@@ -138,8 +138,8 @@ impl StepStats {
     /// # Panics
     /// If there is none.
     pub(crate) fn sum_mut(&mut self, name: &str) -> &mut f64 {
-        let found = SUMS.iter().find(|(own, _)| *own == name);
-        found.unwrap_or_else(|| panic!("{name} is not a sum of an optimizer step")).1(self)
+        let sum = SUMS.iter().find(|(known, _)| *known == name);
+        sum.unwrap_or_else(|| panic!("{name} is not a sum of an optimizer step")).1(self)
     }
 
     /// Adds the sums of the other ranks; `tokens` and `value_slots` are global already.

@@ -1,4 +1,4 @@
-//! Every number of an update, by name: the events of an observed [`Learner`](super::learner::Learner), and the tensors that they make.
+//! Every number of an update, by name: the events of an observed [`Learner`](super::learner::Learner), and the tensors made of them.
 
 use crate::rl::experience::{Experience, row_index, to_slots};
 use crate::rl::math;
@@ -18,9 +18,9 @@ pub(crate) enum Learned {
     Batch(Box<Observed>),
     /// A micro-batch has added to the gradients.
     MicroBatch {
-        /// Its rows of the batch.
+        /// Its rows in the batch.
         rows: Vec<usize>,
-        /// Its tokens under the policy, unless only the critic is trained; `[M]` each.
+        /// The log-probabilities of its tokens under the policy, unless only the critic is trained; `[M]` each.
         now: Option<TokenLogprobs>,
         /// Its values under the critic, if there is one.
         values: Option<Tensor>,
@@ -54,7 +54,7 @@ pub(crate) struct Observed {
 }
 
 impl Observed {
-    /// Returns the batch `e` with its `targets`. The tensors share memory with theirs, which no update changes.
+    /// Returns the batch `e` with its `targets`. The tensors share their memory, which no update changes.
     pub(crate) fn of(e: &Experience, targets: &Targets) -> Self {
         let counts = |numbers: &[usize]| whole(&numbers.iter().map(|&n| n as i64).collect::<Vec<_>>());
         let lens = |rows: &[Vec<i64>]| whole(&rows.iter().map(|row| row.len() as i64).collect::<Vec<_>>());
@@ -94,7 +94,7 @@ impl Observed {
         }
     }
 
-    /// Scatters `numbers` of `rows`, `counts` of each row of the batch, into `[rows, R]`.
+    /// Scatters `numbers` of `rows` into `[rows, R]`; `counts` are the counts of numbers of all rows in the batch.
     fn slots(&self, numbers: &Tensor, rows: &[usize], counts: &[i64]) -> Tensor {
         let counts: Vec<i64> = rows.iter().map(|&row| counts[row]).collect();
         to_slots(&numbers.detach().to_kind(Kind::Float), &counts, self.width)
@@ -135,9 +135,12 @@ const SUMS: [&str; 10] = [
 
 /// Returns all numbers of an observed update by name, on the CPU; none without a batch. `docs/guides/replay.md` has names and
 /// shapes.
-pub(crate) fn tensors_of(events: impl IntoIterator<Item = Learned>) -> NamedTensors {
-    let (mut batch, mut steps) = (None, Vec::new());
-    let (mut micro, mut before, mut gradients) = (Vec::new(), [0.0; SUMS.len()], Gradients::default());
+pub(crate) fn collect_tensors(events: impl IntoIterator<Item = Learned>) -> NamedTensors {
+    let mut batch = None;
+    let mut steps = Vec::new();
+    let mut micro = Vec::new();
+    let mut before = [0.0; SUMS.len()];
+    let mut gradients = Gradients::default();
     for event in events {
         match event {
             Learned::Batch(observed) => batch = Some(observed),
@@ -148,53 +151,55 @@ pub(crate) fn tensors_of(events: impl IntoIterator<Item = Learned>) -> NamedTens
                 micro.push(Micro { rows, now, values, sums });
             }
             Learned::Part => before = [0.0; SUMS.len()],
-            Learned::Gradients(found) => gradients = found,
+            Learned::Gradients(norms) => gradients = norms,
             Learned::Step { epoch, rates, mut parts } => {
-                let (micro, gradients) = (std::mem::take(&mut micro), std::mem::take(&mut gradients));
+                let micro = std::mem::take(&mut micro);
+                let gradients = std::mem::take(&mut gradients);
                 let sums = SUMS.map(|name| parts.iter_mut().map(|part| *part.sum_mut(name)).sum());
                 steps.push(Step { epoch, rates, parts, sums, micro, gradients });
             }
         }
     }
     let Some(batch) = batch else { return NamedTensors::new() };
-    let mut tensors = of_epochs(&batch, &steps);
-    tensors.extend(of_micro_batches(&steps));
-    tensors.extend(of_steps(&steps));
-    let of_batch = batch.tensors.into_iter();
-    of_batch.chain(tensors).map(|(name, x)| (name, x.detach().to_device(Device::Cpu).contiguous())).collect()
+    let mut tensors = epoch_tensors(&batch, &steps);
+    tensors.extend(micro_batch_tensors(&steps));
+    tensors.extend(step_tensors(&steps));
+    let batch_tensors = batch.tensors.into_iter();
+    batch_tensors.chain(tensors).map(|(name, x)| (name, x.detach().to_device(Device::Cpu).contiguous())).collect()
 }
 
 /// Numbers of each token in each epoch, `[E, B, R]`, and the micro-batch of each response, `[E, B]`.
-fn of_epochs(batch: &Observed, steps: &[Step]) -> NamedTensors {
+fn epoch_tensors(batch: &Observed, steps: &[Step]) -> NamedTensors {
     let epochs = steps.iter().map(|step| step.epoch + 1).max().unwrap_or(0) as i64;
-    let (rows, device) = (batch.lengths.len() as i64, batch.logprobs.device());
+    let rows = batch.lengths.len() as i64;
+    let device = batch.logprobs.device();
     let zeros = || Tensor::zeros([epochs, rows, batch.width], (Kind::Float, device));
     let [mut logprobs, mut entropies, mut kl, mut values] = [(); 4].map(|()| None::<Tensor>);
     let places = Tensor::full([epochs, rows], -1, (Kind::Int64, Device::Cpu));
     let micro = steps.iter().flat_map(|step| step.micro.iter().map(move |micro| (step.epoch as i64, micro)));
-    for (number, (epoch, Micro { rows, now, values: found, .. })) in (0i64..).zip(micro) {
+    for (number, (epoch, Micro { rows, now, values: value, .. })) in (0i64..).zip(micro) {
         let put = |all: &mut Option<Tensor>, numbers: Option<&Tensor>, counts: &[i64]| {
             let Some(numbers) = numbers else { return };
             let slots = batch.slots(numbers, rows, counts);
             let _ = all.get_or_insert_with(zeros).get(epoch).index_copy_(0, &row_index(rows, &slots), &slots);
         };
-        let of_tokens = now.as_ref();
-        put(&mut logprobs, of_tokens.map(|now| &now.logprobs), &batch.lengths);
-        put(&mut entropies, of_tokens.and_then(|now| now.entropy.as_ref()), &batch.lengths);
-        put(&mut kl, of_tokens.and_then(|now| now.kl.as_ref()), &batch.lengths);
-        put(&mut values, found.as_ref(), &batch.value_counts);
+        let tokens = now.as_ref();
+        put(&mut logprobs, tokens.map(|now| &now.logprobs), &batch.lengths);
+        put(&mut entropies, tokens.and_then(|now| now.entropy.as_ref()), &batch.lengths);
+        put(&mut kl, tokens.and_then(|now| now.kl.as_ref()), &batch.lengths);
+        put(&mut values, value.as_ref(), &batch.value_counts);
         let _ = places.get(epoch).index_fill_(0, &row_index(rows, &places), number);
     }
-    // Rows of other ranks, and those after an early stop, have no ratios.
+    // Rows of other ranks, and all rows after an early stop, have no ratios.
     let visited = places.to_device(device).ge(0).unsqueeze(-1).logical_and(&batch.loss_mask);
     let ratios = logprobs.as_ref().map(|now| math::keep(&(now - &batch.logprobs).exp(), &visited));
     let all = [("logprobs", logprobs), ("entropies", entropies), ("kl", kl), ("values", values), ("ratios", ratios)];
-    let found = all.into_iter().filter_map(|(name, x)| Some((format!("epochs.{name}"), x?)));
-    found.chain([("epochs.micro_batch".to_string(), places)]).collect()
+    let epochs = all.into_iter().filter_map(|(name, x)| Some((format!("epochs.{name}"), x?)));
+    epochs.chain([("epochs.micro_batch".to_string(), places)]).collect()
 }
 
 /// The sums of each micro-batch, `[K]`.
-fn of_micro_batches(steps: &[Step]) -> NamedTensors {
+fn micro_batch_tensors(steps: &[Step]) -> NamedTensors {
     let all = || steps.iter().enumerate().flat_map(|(at, step)| step.micro.iter().map(move |micro| (at, micro)));
     let step: Vec<i64> = all().map(|(at, _)| at as i64).collect();
     let responses: Vec<i64> = all().map(|(_, micro)| micro.rows.len() as i64).collect();
@@ -207,10 +212,10 @@ fn of_micro_batches(steps: &[Step]) -> NamedTensors {
 }
 
 /// The sums, learning rates and gradient norms of each optimizer step, `[S]`.
-fn of_steps(steps: &[Step]) -> NamedTensors {
-    let numbers = |of: &dyn Fn(&Step) -> f64| Tensor::from_slice(&steps.iter().map(of).collect::<Vec<f64>>());
-    let sum = |of: fn(&StepStats) -> f64| numbers(&|step| step.parts.iter().map(of).sum());
-    let last = |of: fn(&StepStats) -> f64| numbers(&|step| step.parts.last().map_or(f64::NAN, of));
+fn step_tensors(steps: &[Step]) -> NamedTensors {
+    let numbers = |number: &dyn Fn(&Step) -> f64| Tensor::from_slice(&steps.iter().map(number).collect::<Vec<f64>>());
+    let sum = |number: fn(&StepStats) -> f64| numbers(&|step| step.parts.iter().map(number).sum());
+    let last = |number: fn(&StepStats) -> f64| numbers(&|step| step.parts.last().map_or(f64::NAN, number));
     let mut tensors = NamedTensors::new();
     let mut add = |name: String, x: Tensor| tensors.push((name, x));
     add("steps.epoch".into(), whole(&steps.iter().map(|step| step.epoch as i64).collect::<Vec<_>>()));
@@ -226,12 +231,13 @@ fn of_steps(steps: &[Step]) -> NamedTensors {
     add("steps.skipped".into(), last(|s| f64::from(u8::from(s.skipped || s.not_finite().is_some()))));
     type Norms = fn(&Gradients) -> &[(String, f64)];
     let models: [(&str, Norms); 2] = [("policy", |g| &g.policy), ("value", |g| &g.value)];
-    for (model, of) in models {
-        let Some(first) = steps.iter().map(|step| of(&step.gradients)).find(|norms| !norms.is_empty()) else {
+    for (model, norms_of_model) in models {
+        let Some(first) = steps.iter().map(|step| norms_of_model(&step.gradients)).find(|norms| !norms.is_empty())
+        else {
             continue;
         };
         for (at, (name, _)) in first.iter().enumerate() {
-            let norm = |step: &Step| of(&step.gradients).get(at).map_or(f64::NAN, |(_, norm)| *norm);
+            let norm = |step: &Step| norms_of_model(&step.gradients).get(at).map_or(f64::NAN, |(_, norm)| *norm);
             add(format!("{model}_grad_norms.{name}"), numbers(&norm));
         }
     }
@@ -242,7 +248,7 @@ fn whole(numbers: &[i64]) -> Tensor {
     Tensor::from_slice(numbers)
 }
 
-/// Rows of ids as `[B, width]`, -1 after the last id of each.
+/// Rows of ids as `[B, width]`, filled with -1 after the last id of each row.
 fn padded(rows: &[Vec<i64>], width: usize) -> Tensor {
     let row = |ids: &Vec<i64>| ids.iter().copied().chain(std::iter::repeat(-1)).take(width).collect::<Vec<i64>>();
     let flat: Vec<i64> = rows.iter().flat_map(row).collect();

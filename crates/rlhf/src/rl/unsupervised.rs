@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 use tch_ext::to_host;
 
-/// The order of the blocks must not be that of the prompts, where there are as many: this is added to the run's seed.
+/// Added to the run's seed, so that the blocks do not have the order of the prompts where there are as many blocks as prompts.
 const SEED: u64 = 1 << 32;
 
 /// The language-modelling loss on texts that is added to the policy's (PPO-ptx).
@@ -57,7 +57,7 @@ impl UnsupervisedConfig {
     }
 }
 
-/// Blocks of text, and the position in them.
+/// Blocks of text, and the position in their order.
 #[derive(Debug)]
 pub struct Unsupervised {
     blocks: Vec<Vec<i64>>,
@@ -66,10 +66,10 @@ pub struct Unsupervised {
 }
 
 impl Unsupervised {
-    /// The texts that `config` names, in blocks of `block` tokens; none where it names none.
+    /// The texts that `config` names, in blocks of `block` tokens; `None` if it names none.
     ///
     /// # Errors
-    /// If there is no such dataset, a row is no text, or all of them together have no two tokens.
+    /// If there is no such dataset, a row is no text, or all texts together have fewer than two tokens.
     pub(crate) fn find(
         config: &UnsupervisedConfig,
         tokenizer: &Tokenizer,
@@ -83,7 +83,7 @@ impl Unsupervised {
         Self::new(&texts, block, config.unsup_coef, seed, name).map(Some)
     }
 
-    /// `texts`, one behind another, cut into blocks of `block` tokens; the rest that fills none is left out, unless it is all.
+    /// Concatenates `texts` and cuts them into blocks of `block` tokens; a last block that is not full is left out, unless it is the only one.
     ///
     /// # Errors
     /// If no text has two tokens. `name` is that of the dataset, for the error.
@@ -120,7 +120,7 @@ impl Unsupervised {
         &self.blocks
     }
 
-    /// The weight of their loss.
+    /// The weight of the loss on these texts.
     pub fn coef(&self) -> f64 {
         self.coef
     }
@@ -133,7 +133,7 @@ impl Unsupervised {
     /// Restores the position of [`Unsupervised::state`]; `may_differ`: the blocks may be others.
     ///
     /// # Errors
-    /// If that was over another number of blocks, and they may not differ.
+    /// If the position was in another number of blocks, and the blocks may not differ.
     pub(crate) fn load_state(&mut self, state: &CursorState, may_differ: bool) -> Result<()> {
         self.cursor.load_state(state, may_differ).map_err(|e| Error::Run(format!("unsupervised_dataset_name: {e}")))
     }
@@ -148,10 +148,10 @@ pub(crate) struct TextLimits<'a> {
     pub(crate) world: &'a World,
 }
 
-/// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, each text's first aside, to those
+/// Adds the gradient of `coef` times the mean negative log-likelihood of the tokens of `texts`, except each text's first, to the gradients
 /// of `policy`'s parameters; returns that mean.
 ///
-/// The texts are those of all ranks, each of which learns a part; the mean is over all of them.
+/// `texts` are the texts of all ranks, each of which learns a part; the mean is over all of them.
 ///
 /// # Errors
 /// If a text does not fit the model, or none has two tokens; if the model is frozen.
@@ -168,17 +168,18 @@ pub(crate) fn learn_texts<S: AsRef<[i64]>>(
     }
     let mut sums = Vec::new();
     let length = |text: &S| text.as_ref().len();
-    let own = limits.world.share_by(texts, length);
-    let mut passes = micro_batches(own, limits.most_rows, limits.most_tokens, |text| (length(text), 0)).into_iter();
+    let local_texts = limits.world.share_by(texts, length);
+    let mut passes =
+        micro_batches(local_texts, limits.most_rows, limits.most_tokens, |text| (length(text), 0)).into_iter();
     let learned = passes.try_for_each(|part| {
-        let found = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
+        let now = policy.logprobs_backward(Batch::new(part, &spans(part)), 1.0, |_, now| {
             -now.logprobs.sum(Kind::Float) * (coef / tokens as f64)
         })?;
-        sums.push(found.logprobs.sum(Kind::Float));
+        sums.push(now.logprobs.sum(Kind::Float));
         Ok(())
     });
     limits.world.agree(learned)?;
-    // All passes in one read, as each waits for the device.
+    // One read for all passes, as each read waits for the device.
     let sums = if sums.is_empty() { Vec::new() } else { to_host(&Tensor::stack(&sums, 0)) };
     let mut sums = [sums.into_iter().fold(0.0, |sum, logprobs| sum - logprobs)];
     limits.world.sum_numbers(&mut sums)?;

@@ -42,7 +42,7 @@ impl Golden {
         let data = Tensor::read_safetensors(dir.join("data.safetensors")).unwrap().into_iter().collect();
         let at = folder();
         let paths =
-            |key: &str| -> Vec<String> { texts(&info[key]).iter().map(|name| format!("tools.{name}")).collect() };
+            |kind: &str| -> Vec<String> { texts(&info[kind]).iter().map(|name| format!("tools.{name}")).collect() };
         let classes = paths("environments");
         let named = |path: String| match path["tools.".len()..].split_once('=') {
             Some((name, class)) => (Some(name.to_string()), format!("tools.{class}")),
@@ -132,9 +132,9 @@ impl Golden {
             let found = m.get(name).unwrap();
             assert!((found - expected).abs() < 1e-6, "{}: {name} {found} {expected}", self.name);
         }
-        if let Some(trl_tensor) = self.data.get(&format!("it{generation}.rewards")) {
+        if let Some(trl_rewards) = self.data.get(&format!("it{generation}.rewards")) {
             let last =
-                Vec::<f64>::try_from(trl_tensor.select(1, trl_tensor.size()[1] - 1).to_kind(Kind::Double)).unwrap();
+                Vec::<f64>::try_from(trl_rewards.select(1, trl_rewards.size()[1] - 1).to_kind(Kind::Double)).unwrap();
             for (episode, expected) in episodes.iter().zip(last).filter(|(episode, _)| episode.reward_name.is_some()) {
                 let found = episode.reward.unwrap_or(f64::NAN);
                 let is_last = self.info["rewards"].as_array().unwrap().last()

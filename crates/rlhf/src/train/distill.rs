@@ -1,5 +1,5 @@
-//! Distillation: a language model, the student, learns the distributions of another one, the teacher, on responses of a dataset, of its own or of
-//! the teacher's.
+//! Distillation: a language model, the student, learns the distributions of another one, the teacher, on responses of a dataset, of the student
+//! or of the teacher.
 
 mod learn;
 mod rows;
@@ -7,7 +7,7 @@ mod rows;
 mod tests;
 mod totals;
 
-use super::supervised::{Data, Loaded, Words, divide, optimizer_of, spec, train, with_opened};
+use super::supervised::{Data, Loaded, Words, build_optimizer, divide, spec, train, with_opened};
 use super::{
     Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
     small_dataset, trained_options,
@@ -48,7 +48,7 @@ struct Distillation<'a> {
     eval: Vec<DistillRow>,
     /// Tokens of all prompts and responses so far.
     num_tokens: usize,
-    /// Responses of the last update, to show.
+    /// Responses of the last update that are shown.
     shown: Vec<Sample>,
 }
 
@@ -86,13 +86,13 @@ struct Folders {
 
 impl Folders {
     fn find(config: &DistillConfig) -> Result<Self> {
-        let of_teacher = Some(config.teacher_model_revision.as_str());
-        // The hub names the setting of the other model.
+        let revision = Some(config.teacher_model_revision.as_str());
+        // The hub's error names the student's setting.
         let named = |refusal: Refusal| match refusal.setting() {
             Some("model_revision") => Refusal::new(name_of!(config.teacher_model_revision), refusal.reason()),
             _ => refusal,
         };
-        let teacher = hub::model_dir(&config.teacher_model_name_or_path, of_teacher).map_err(|error| match error {
+        let teacher = hub::model_dir(&config.teacher_model_name_or_path, revision).map_err(|error| match error {
             Error::Refused(refusals) => Error::Refused(refusals.into_iter().map(named).collect()),
             other => other,
         })?;
@@ -115,8 +115,8 @@ fn load_run<'a>(
     check_held_out(&config.eval, &sources, &config.data)?;
     let folders = Folders::find(config)?;
     let mut tokenizer = Tokenizer::from_pretrained(&folders.student)?;
-    let of_teacher = Tokenizer::of_text_or_ids(&folders.teacher)?;
-    let added = check_tokenizers(&tokenizer, &of_teacher, &folders.teacher)?;
+    let teacher_tokenizer = Tokenizer::of_text_or_ids(&folders.teacher)?;
+    let added = check_tokenizers(&tokenizer, &teacher_tokenizer, &folders.teacher)?;
     set_up_tokenizer(&mut tokenizer, &config.data, config.eos_token.as_deref())?;
     let (mut model, teacher) = load_models(config, &folders, world)?;
     tokenizer.check_fits(model.config(), &folders.student)?;
@@ -138,10 +138,11 @@ fn load_run<'a>(
     let mut warnings = [&train.warnings[..], &eval.warnings].concat();
     warnings.extend(small_dataset(&config.data, num_rows, plan.batch_size));
     warnings.extend(notes_on_weights(&folders.student, config.run.dtype, &model));
-    let more = [endless(config, &tokenizer), filtered(config), untold(config, &of_teacher), unshared(config, added)];
+    let more =
+        [endless(config, &tokenizer), filtered(config), untold(config, &teacher_tokenizer), unshared(config, added)];
     warnings.extend(more.into_iter().flatten());
 
-    let optimizer = optimizer_of(&model, &config.run, &config.optimizer)?;
+    let optimizer = build_optimizer(&model, &config.run, &config.optimizer)?;
     let words = words(config, &tokenizer, folders.student, (num_rows, first_row.as_ref()));
     let loaded = Loaded {
         model,
@@ -166,7 +167,7 @@ fn load_run<'a>(
     ))
 }
 
-/// Checks the rows of a run with models of these shapes, student and teacher, before the models are there.
+/// Checks the rows of a run with models of these shapes, student and teacher, before the models are loaded.
 ///
 /// # Errors
 /// If a row is malformed, a setting does not fit, or a model has two stacks.
@@ -176,24 +177,25 @@ pub(super) fn check_rows(
     models: [Option<&ModelConfig>; 2],
     sources: &Sources<'_>,
 ) -> Result<()> {
-    let limits = limits_of(config, tokenizer, models)?;
+    let limits = set_up(config, tokenizer, models)?;
     let (train, eval) = sources.read(config.run.seed, Stage::Distill)?;
     let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
-    let (rows, _) = (gather(train, read)?, gather(eval, read)?);
+    let rows = gather(train, read)?;
+    gather(eval, read)?;
     config.plan_for(rows.rows.len()).map(drop)
 }
 
 /// Returns the rows of a run for a plan, and their number in each dataset.
 ///
 /// # Errors
-/// As [`check_rows`].
+/// The errors of [`check_rows`].
 pub(crate) fn planned_rows(
     config: &DistillConfig,
     tokenizer: &mut Tokenizer,
     sources: &Sources<'_>,
     models: [Option<&ModelConfig>; 2],
 ) -> Result<(Vec<DistillRow>, Vec<usize>)> {
-    let limits = limits_of(config, tokenizer, models)?;
+    let limits = set_up(config, tokenizer, models)?;
     let (train, _) = sources.read(config.run.seed, Stage::Distill)?;
     let read = |dataset: Dataset| read_rows(dataset, config, tokenizer, &limits);
     let Gathered { rows, lens, .. } = gather(train, read)?;
@@ -201,7 +203,7 @@ pub(crate) fn planned_rows(
 }
 
 /// Sets up the student's tokenizer, and returns the limits of the rows of a run with models of these shapes.
-fn limits_of(config: &DistillConfig, tokenizer: &mut Tokenizer, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
+fn set_up(config: &DistillConfig, tokenizer: &mut Tokenizer, models: [Option<&ModelConfig>; 2]) -> Result<Limits> {
     let names = [&config.model_name_or_path, &config.teacher_model_name_or_path];
     for (shape, name) in models.iter().zip(names) {
         shape.map_or(Ok(()), |shape| check_one_stack(COMMAND, shape, name))?;
@@ -248,10 +250,10 @@ fn endless(config: &DistillConfig, tokenizer: &Tokenizer) -> Option<String> {
     })
 }
 
-/// Returns a warning if the teacher has no tokenizer, `of_teacher`, to compare with the student's.
-fn untold(config: &DistillConfig, of_teacher: &Tokenizer) -> Option<String> {
+/// Returns a warning if there is no `teacher_tokenizer` to compare with the student's.
+fn untold(config: &DistillConfig, teacher_tokenizer: &Tokenizer) -> Option<String> {
     let teacher = config.teacher_model_name_or_path.display();
-    (!of_teacher.knows_text()).then(|| {
+    (!teacher_tokenizer.knows_text()).then(|| {
         format!(
             "teacher_model_name_or_path: {teacher} has no tokenizer.json: its ids are taken to be those of the student"
         )
@@ -270,7 +272,7 @@ fn filtered(config: &DistillConfig) -> Option<String> {
     })
 }
 
-/// Returns a warning if the teacher's tokenizer has `added` tokens that the student's has not.
+/// Returns a warning if the teacher's tokenizer has `added` tokens that the student's does not have.
 fn unshared(config: &DistillConfig, added: usize) -> Option<String> {
     let teacher = config.teacher_model_name_or_path.display();
     (added > 0).then(|| {
@@ -280,17 +282,18 @@ fn unshared(config: &DistillConfig, added: usize) -> Option<String> {
     })
 }
 
-/// Checks that the teacher's tokenizer has the ids of the student's; a teacher without a tokenizer is taken to have them. Returns the number of
-/// tokens that were added to the teacher's vocabulary alone.
+/// Checks that the teacher's tokenizer has the same ids as the student's; a teacher without a tokenizer is taken to have them. Returns the number
+/// of tokens that were added to the teacher's vocabulary only.
 ///
 /// # Errors
-/// If it has other ids, or a vocabulary with more tokens: it would divide texts otherwise.
-pub(super) fn check_tokenizers(tokenizer: &Tokenizer, of_teacher: &Tokenizer, teacher: &Path) -> Result<usize> {
-    if !of_teacher.knows_text() {
+/// If it has other ids, or a vocabulary with more tokens: it would tokenize texts differently.
+pub(super) fn check_tokenizers(tokenizer: &Tokenizer, teacher_tokenizer: &Tokenizer, teacher: &Path) -> Result<usize> {
+    if !teacher_tokenizer.knows_text() {
         return Ok(0);
     }
-    let (missing, beyond) = (tokenizer.difference(of_teacher), of_teacher.difference(tokenizer));
-    let added = of_teacher.added_beyond(tokenizer);
+    let missing = tokenizer.difference(teacher_tokenizer);
+    let beyond = teacher_tokenizer.difference(tokenizer);
+    let added = teacher_tokenizer.added_beyond(tokenizer);
     let differing = missing.max(beyond - added);
     if differing == 0 {
         return Ok(added);
@@ -323,12 +326,13 @@ fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<L
     Ok(Limits { vocab, prompt, max_length: config.max_length.unwrap_or(context).min(context) })
 }
 
-/// Loads the student, with the adapter that the settings have, and the teacher. Each is divided over the ranks before the next one is read.
+/// Loads the student, with an adapter if the settings have one, and the teacher. Each is divided over the ranks before the next one is read.
 fn load_models(config: &DistillConfig, folders: &Folders, world: &World) -> Result<(CausalLm, CausalLm)> {
-    let (lora, frozen) = (config.peft.lora(), model_options(&config.run)?);
+    let lora = config.peft.lora();
+    let frozen = model_options(&config.run)?;
     let mut student = CausalLm::from_pretrained(&folders.student, trained_options(frozen, lora.is_some()))?;
     check_one_stack(COMMAND, student.config(), &folders.student)?;
-    // An adapter that is there already is merged.
+    // An adapter that the folder already has is merged.
     student.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
         student.add_adapter(lora, config.run.seed)?;

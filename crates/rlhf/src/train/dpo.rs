@@ -8,7 +8,7 @@ mod tests;
 mod totals;
 
 use super::reference::Reference;
-use super::supervised::{Data, Loaded, Words, divide, optimizer_of, spec, train, with_opened};
+use super::supervised::{Data, Loaded, Words, build_optimizer, divide, spec, train, with_opened};
 use super::{
     Gathered, check_held_out, check_one_stack, gather, model_options, notes_on_weights, set_up_tokenizer,
     small_dataset, trained_options,
@@ -47,7 +47,7 @@ const OUTCOME: [(&str, &str); 5] = [
 /// The loss of an update is the mean over its micro-batches of the mean over their pairs, for any number of pairs in a pass.
 struct PreferenceTask<'a> {
     config: &'a DpoConfig,
-    /// None where its log-probabilities are computed before training.
+    /// The reference model; `None` where its log-probabilities are computed before training.
     reference: Option<CausalLm>,
     train: Gathered<PairRow>,
     eval: Vec<PairRow>,
@@ -140,7 +140,7 @@ fn load_run<'a>(
     warnings.extend(small_dataset(&config.data, num_pairs, plan.batch_size));
     warnings.extend(notes_on_weights(&model_dir, config.run.dtype, &model));
 
-    let optimizer = optimizer_of(&model, &config.run, &config.optimizer)?;
+    let optimizer = build_optimizer(&model, &config.run, &config.optimizer)?;
     let words = words(config, &tokenizer, model_dir, (num_pairs, first_row.as_ref()), texts.as_ref());
     let loaded = Loaded {
         model,
@@ -159,7 +159,7 @@ fn load_run<'a>(
     Ok((PreferenceTask { config, reference, train, eval: eval.rows, texts }, loaded))
 }
 
-/// Checks the rows of a run with models of these shapes, before the models are there.
+/// Checks the rows of a run with models of these shapes, before the models are loaded.
 ///
 /// # Errors
 /// If a row is malformed, a setting does not fit, or a model has two stacks.
@@ -174,14 +174,15 @@ pub(super) fn check_rows(
     let max_length = max_length(config, models);
     let (train, eval) = sources.read(config.run.seed, Stage::Dpo)?;
     let read = |dataset: &Dataset| read_pairs(dataset, config, tokenizer, max_length);
-    let (pairs, _) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let pairs = gather(&train, read)?;
+    gather(eval.as_slice(), read)?;
     config.plan_for(pairs.rows.len()).map(drop)
 }
 
 /// Returns the pairs of a run for a plan, and their number in each dataset.
 ///
 /// # Errors
-/// As [`check_rows`].
+/// The errors of [`check_rows`].
 pub(crate) fn planned_pairs(
     config: &DpoConfig,
     tokenizer: &mut Tokenizer,
@@ -195,7 +196,8 @@ pub(crate) fn planned_pairs(
     }
     set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())?;
     let (train, _) = sources.read(config.run.seed, Stage::Dpo)?;
-    let (mut lens, mut pairs) = (Vec::new(), Vec::new());
+    let mut lens = Vec::new();
+    let mut pairs = Vec::new();
     for dataset in &train {
         let (read, _) = read_pairs(dataset, config, tokenizer, max_length)?;
         lens.push(read.len());
@@ -232,14 +234,14 @@ fn words<'a>(
     }
 }
 
-/// Returns the most tokens of a prompt with a completion, for models of these shapes.
+/// Returns the maximum number of tokens of a prompt with a completion, for models of these shapes.
 fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'m ModelConfig>>) -> usize {
     let contexts = models.into_iter().flatten().map(|model| model.max_position_embeddings);
     contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
 }
 
-/// Loads the policy, with the adapter that the settings have, and the reference model where it is another one than the policy as it starts. Each is
-/// divided over the ranks, and placed, before the next one is read.
+/// Loads the policy, with an adapter if the settings have one, and the reference model where it is not the policy at its start. Each is divided
+/// over the ranks, and placed, before the next one is read.
 fn load_models(
     config: &DpoConfig,
     dir: &Path,
@@ -249,7 +251,7 @@ fn load_models(
     let lora = config.peft.lora();
     let mut policy = CausalLm::from_pretrained(dir, trained_options(model_options(&config.run)?, lora.is_some()))?;
     check_one_stack(COMMAND, policy.config(), dir)?;
-    // An adapter that is there already is merged, into the reference model too.
+    // An adapter that the folder already has is merged, into the reference model too.
     policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
         policy.add_adapter(lora, config.run.seed)?;
@@ -275,7 +277,7 @@ fn load_models(
     Ok((policy, reference))
 }
 
-/// Refuses a reference model of another vocabulary than the policy's.
+/// Refuses a reference model with another vocabulary than the policy's.
 fn check_vocabulary(models: [&ModelConfig; 2], dirs: [&Path; 2]) -> Result<()> {
     let [expected, found] = models.map(|model| model.vocab_size);
     if expected == found {
@@ -286,7 +288,7 @@ fn check_vocabulary(models: [&ModelConfig; 2], dirs: [&Path; 2]) -> Result<()> {
 }
 
 /// The reference model of the run, by its settings.
-fn reference_of(config: &DpoConfig) -> Reference<'_> {
+fn reference_settings(config: &DpoConfig) -> Reference<'_> {
     Reference {
         run: &config.run,
         is_synced: config.sync.sync_ref_model,
@@ -297,7 +299,7 @@ fn reference_of(config: &DpoConfig) -> Reference<'_> {
 
 /// Places the reference model of the run on the ranks `world`.
 fn place_reference(reference: &mut CausalLm, config: &DpoConfig, world: &World) -> Result<()> {
-    reference_of(config).place(reference, world, !config.keeps_reference())
+    reference_settings(config).place(reference, world, !config.keeps_reference())
 }
 
 /// Refuses a reference model that cannot follow the policy.
@@ -320,7 +322,7 @@ fn check_synced(policy: &CausalLm, reference: &CausalLm, dir: &Path) -> Result<(
 
 /// Loads a reference model that shares nothing with the policy.
 fn load_reference(config: &DpoConfig, dir: &Path) -> Result<CausalLm> {
-    let reference = reference_of(config).load(dir, model_options(&config.run)?)?;
+    let reference = reference_settings(config).load(dir, model_options(&config.run)?)?;
     check_one_stack(COMMAND, reference.config(), dir)?;
     Ok(reference)
 }

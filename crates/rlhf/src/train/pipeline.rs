@@ -1,7 +1,7 @@
-//! The pipeline of three stages: SFT, the reward model, PPO, each starting from the models of those before it.
+//! The pipeline of three stages: SFT, the reward model, PPO. Each starts from the models of the stages before it.
 //!
 //! Each stage has its own folder, and is the same run as its command with these settings. A finished stage leaves a
-//! `trainer_state.json` beside its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
+//! `trainer_state.json` in the folder of its model, with its settings and the sizes of the model's files: a resumed pipeline skips it.
 
 use super::distill::{self, distill};
 use super::dpo::{self, dpo};
@@ -90,13 +90,14 @@ impl RunSettings for StageSettings {
 
 impl PipelineConfig {
     /// Returns the defaults, for rows with `prompt`, `chosen` and `rejected`, which are split 2,4,4: SFT starts from the model in
-    /// the folder `model_name_or_path`, the reward model from SFT's, PPO from both.
+    /// the folder `model_name_or_path`, the reward model from the model of SFT, PPO from both.
     pub fn new(
         model_name_or_path: impl Into<PathBuf>,
         dataset_name: impl Into<PathBuf>,
         output_dir: impl Into<PathBuf>,
     ) -> Self {
-        let (data, out) = (dataset_name.into(), output_dir.into());
+        let data = dataset_name.into();
+        let out = output_dir.into();
         let [sft_dir, reward_dir, ppo_dir] = Stage::ALL.map(|stage| Self::dir(&out, stage));
         let mut sft = SftConfig::new(model_name_or_path, &data, &sft_dir);
         let mut reward = RewardConfig::new(&sft_dir, &data, &reward_dir);
@@ -139,7 +140,7 @@ impl PipelineConfig {
         }
     }
 
-    /// Returns the settings with `overwrite_output_dir` for the stages that start again.
+    /// Returns the settings, with `overwrite_output_dir` set for the stages that start again.
     fn replacing(&self, states: [StageState; Stage::EVERY.len()]) -> Self {
         let mut config = self.clone();
         let runs = [
@@ -171,8 +172,9 @@ impl PipelineConfig {
         match (stage, &self.reward, &self.ppo) {
             (Stage::Dpo, ..) => self.dpo.iter().map(|dpo| dpo.model_name_or_path.as_path()).collect(),
             (Stage::Distill, ..) => {
-                let own = self.distill.iter();
-                own.flat_map(|own| [&own.model_name_or_path, &own.teacher_model_name_or_path])
+                let distill = self.distill.iter();
+                distill
+                    .flat_map(|config| [&config.model_name_or_path, &config.teacher_model_name_or_path])
                     .map(PathBuf::as_path)
                     .collect()
             }
@@ -204,7 +206,7 @@ pub const DEFAULT_SPLIT: &str = "2,4,4";
 /// Runs SFT, the reward model and PPO. All settings, folders and rows are checked before the first stage starts.
 ///
 /// # Errors
-/// If a setting, a model folder or a row of the data is missing or malformed, which the message names; if a stage fails or is stopped: the
+/// If a setting, a model folder or a row of the data is missing or malformed, which the message names. If a stage fails or is stopped: the
 /// error names the stage. Its files stay, and the same call with `resume_from_checkpoint` in each stage's settings resumes.
 pub fn pipeline(config: &PipelineConfig, runtime: impl Into<Runtime>) -> Result<()> {
     let runtime: &Runtime = &runtime.into();
@@ -236,7 +238,7 @@ pub fn pipeline(config: &PipelineConfig, runtime: impl Into<Runtime>) -> Result<
             return Err(stopped);
         }
         say(console, &format!("stage {at} of {all}, {stage}: into {}", dir.display()));
-        // A stage may set another number.
+        // The stage before may have set another number.
         tch::set_num_threads(threads);
         let ended = match stage {
             Stage::Sft => config.sft.as_ref().map_or(Ok(()), |config| sft(config, runtime)),
@@ -246,7 +248,7 @@ pub fn pipeline(config: &PipelineConfig, runtime: impl Into<Runtime>) -> Result<
             Stage::Distill => config.distill.as_ref().map_or(Ok(()), |config| distill(config, runtime)),
         };
         match ended.map_err(|error| named(stage, error)) {
-            // The model is there, and later stages need it, not its copy on the hub.
+            // The model exists on this machine, which is all that later stages need.
             Err(Error::NotPushed(message)) => not_pushed.push(message),
             ended => ended?,
         }
@@ -294,7 +296,7 @@ enum StageState {
     Again,
 }
 
-/// Locks the pipeline's folder, checks folders and inputs, and writes the settings; `rewards` are those of the stage of PPO.
+/// Locks the pipeline's folder, checks folders and inputs, and writes the settings; `rewards` are the rewards of PPO.
 fn begin(config: &PipelineConfig, rewards: &[Spec], runtime: &Runtime) -> Result<Begun> {
     let lock = FolderLock::acquire(&config.output_dir)?;
     let states = check_folders(config, rewards, runtime.console)?;
@@ -310,13 +312,14 @@ fn begin(config: &PipelineConfig, rewards: &[Spec], runtime: &Runtime) -> Result
     Ok(Begun { states, _lock: lock })
 }
 
-/// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it. A stage that `enable_test_mode` ended is not.
+/// Records in the folder `dir` that a stage is finished, so that a resumed pipeline skips it. A stage that `enable_test_mode` ended is not
+/// recorded.
 fn record_finished(config: &PipelineConfig, rewards: &[Spec], stage: Stage, dir: &Path) -> Result<()> {
     if dir.join(UNFINISHED).is_file() {
         return Ok(());
     }
     let updates = last_line(dir)?.get("step").and_then(Value::as_f64).unwrap_or(0.0);
-    let inputs = inputs_of(config, rewards, stage)?;
+    let inputs = stage_inputs(config, rewards, stage)?;
     FinishedRun::new(dir, stage.name(), updates as usize, &config.settings(stage), &inputs)?.record()
 }
 
@@ -325,7 +328,7 @@ const RESUMES: &str = "the same command with --resume_from_checkpoint resumes";
 
 /// Returns the error of a stage with the stage's name.
 fn named(stage: Stage, error: Error) -> Error {
-    // The stage's hint names the option of its own command.
+    // The hint of a stage names the option of the stage's own command, so it is replaced.
     let hints = ["; --resume_from_checkpoint ", "; to resume: ", "; to begin again: "];
     let with_hint = |message: String| match hints.iter().find_map(|hint| message.split_once(hint)) {
         Some((what, _)) => format!("{stage}: {what}; {RESUMES}"),
@@ -392,19 +395,18 @@ fn check_folders(
     Ok(states)
 }
 
-/// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and does not
-/// start again.
+/// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and continues.
 fn check_stage(
     config: &PipelineConfig,
     rewards: &[Spec],
     (stage, run): (Stage, &RunConfig),
     console: Console,
 ) -> Result<(StageState, bool)> {
-    // Released at once: the stage acquires it itself.
+    // The lock is released at once: the stage acquires it itself.
     FolderLock::acquire(&run.output_dir)?;
     if let Some(finished) = resumes(run).then(|| FinishedRun::read(&run.output_dir)).transpose()?.flatten() {
         let mut warnings = finished.check(stage.name(), &config.settings(stage))?;
-        warnings.extend(finished.check_inputs(&run.checkpoints, &inputs_of(config, rewards, stage)?)?);
+        warnings.extend(finished.check_inputs(&run.checkpoints, &stage_inputs(config, rewards, stage)?)?);
         for warning in warnings {
             say(console, &format!("warning: {stage}: {warning}"));
         }
@@ -414,7 +416,8 @@ fn check_stage(
     let ended = resumes(run) && start.from.is_none() && is_model(&run.output_dir);
     let mut state = StageState::Due;
     if ended && is_run_with(&run.output_dir, &config.settings(stage)) {
-        (start.replaces, state) = (true, StageState::Again);
+        start.replaces = true;
+        state = StageState::Again;
         say(console, &format!("{stage}: {} is not recorded as finished: it starts again", run.output_dir.display()));
     }
     check_output_dir(run, &start, &[])?;
@@ -427,23 +430,25 @@ fn resumes(run: &RunConfig) -> bool {
     run.checkpoints.resume_from_checkpoint == Some(Resume::Latest)
 }
 
-/// Returns digests of what a stage reads, as far as it is on this machine: the inputs of a finished stage may be gone. The models
+/// Returns digests of the files that a stage reads, as far as they are on this machine: the inputs of a finished stage may be gone. The models
 /// of earlier stages have their own digests.
-fn inputs_of(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<Inputs> {
+fn stage_inputs(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
-    let own = "model_name_or_path";
-    let (data, own_eval, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
+    let model_setting = "model_name_or_path";
+    let (data, eval_name, models) = match (stage, &config.sft, &config.reward, &config.ppo) {
         (Stage::Sft, Some(sft), ..) => {
-            let models =
-                vec![(own, sft.model_name_or_path.as_deref()), ("tokenizer_name", sft.tokenizer_name.as_deref())];
+            let models = vec![
+                (model_setting, sft.model_name_or_path.as_deref()),
+                ("tokenizer_name", sft.tokenizer_name.as_deref()),
+            ];
             (&sft.data, sft.eval_dataset_name.as_deref(), models)
         }
         (Stage::Reward, _, Some(reward), _) => {
-            let models = vec![(own, Some(reward.model_name_or_path.as_path()))];
+            let models = vec![(model_setting, Some(reward.model_name_or_path.as_path()))];
             (&reward.data, reward.eval_dataset_name.as_deref(), models)
         }
         (Stage::Ppo, .., Some(ppo)) => {
-            let others = [(own, &ppo.model_name_or_path), ("value_model_path", &ppo.value_model_path)];
+            let others = [(model_setting, &ppo.model_name_or_path), ("value_model_path", &ppo.value_model_path)];
             let others = others.into_iter().map(|(name, path)| (name, path.as_deref()));
             let models = std::iter::once(("sft_model_path", Some(ppo.sft_model_path.as_path()))).chain(others);
             (&ppo.data, ppo.eval_dataset_name.as_deref(), models.collect())
@@ -451,26 +456,26 @@ fn inputs_of(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<
         _ => match (stage, &config.dpo, &config.distill) {
             (Stage::Dpo, Some(dpo), _) => {
                 let reference = ("ref_model_name_or_path", dpo.ref_model_name_or_path.as_deref());
-                let models = vec![(own, Some(dpo.model_name_or_path.as_path())), reference];
+                let models = vec![(model_setting, Some(dpo.model_name_or_path.as_path())), reference];
                 (&dpo.data, dpo.eval_dataset_name.as_deref(), models)
             }
             (Stage::Distill, _, Some(distill)) => {
                 let teacher = ("teacher_model_name_or_path", Some(distill.teacher_model_name_or_path.as_path()));
-                let models = vec![(own, Some(distill.model_name_or_path.as_path())), teacher];
+                let models = vec![(model_setting, Some(distill.model_name_or_path.as_path())), teacher];
                 (&distill.data, distill.eval_dataset_name.as_deref(), models)
             }
             _ => return Ok(inputs),
         },
     };
     let seed = config.run(stage).map_or(0, |run| run.seed);
-    if data.dataset_name.iter().map(PathBuf::as_path).chain(own_eval).all(Path::exists) {
-        let (train, eval) = Sources::find(data, own_eval)?.read(seed, stage)?;
+    if data.dataset_name.iter().map(PathBuf::as_path).chain(eval_name).all(Path::exists) {
+        let (train, eval) = Sources::find(data, eval_name)?.read(seed, stage)?;
         inputs.rows("dataset_name", &data.describe(), &train);
         inputs.rows("rows held out", &data.describe(), &eval);
     }
-    let left = Stage::EVERY.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
+    let stage_dirs = Stage::EVERY.map(|stage| PipelineConfig::dir(&config.output_dir, stage));
     let models = models.into_iter().filter_map(|(name, dir)| Some((name, dir?)));
-    let is_read = |dir: &Path| dir.is_dir() && !left.iter().any(|left| left == dir);
+    let is_read = |dir: &Path| dir.is_dir() && !stage_dirs.iter().any(|stage_dir| stage_dir == dir);
     for (name, dir) in models.filter(|(_, dir)| is_read(dir)) {
         inputs.model(name, dir)?;
     }
@@ -478,7 +483,7 @@ fn inputs_of(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<
     Ok(inputs)
 }
 
-/// Adds digests of the files that a stage reads, and of its rewards; of reward models those for which `is_read` is true.
+/// Adds digests of the files that a stage reads, and of its rewards; of the reward models only those for which `is_read` is true.
 fn add_files(
     (config, rewards): (&PipelineConfig, &[Spec]),
     stage: Stage,
@@ -518,38 +523,38 @@ fn add_files(
 
 /// Returns whether the run in `dir` has the same settings, and so the same result.
 fn is_run_with(dir: &Path, settings: &StageSettings) -> bool {
-    resolved_settings(dir).is_some_and(|found| found == settings.values)
+    resolved_settings(dir).is_some_and(|resolved| resolved == settings.values)
 }
 
 type ReadTokenizer = fn(&Path) -> Result<Tokenizer>;
 
-/// Tokenizer and configuration of a model: what is known before it is trained.
+/// Tokenizer and configuration of a model: the parts that are known before it is trained.
 struct Reading {
     tokenizer: Tokenizer,
     shape: ModelConfig,
 }
 
 impl Reading {
-    /// Reads those of the model `name`, which is downloaded if need be, with its tokenizer by `tokenizer`; of its weights only
-    /// the names are read.
+    /// Reads tokenizer and configuration of the model `name`, which is downloaded if need be; `tokenizer` reads the tokenizer. Only the names of
+    /// the weights are read.
     fn of(name: &Path, revision: Option<&str>, tokenizer: ReadTokenizer) -> Result<Self> {
         let dir = hub::model_dir(name, revision)?;
-        Ok(Self { shape: shape_of(&dir)?, tokenizer: tokenizer(&dir)? })
+        Ok(Self { shape: read_shape(&dir)?, tokenizer: tokenizer(&dir)? })
     }
 }
 
 /// Reads the configuration of the model in `dir`, and the names of its weights.
-fn shape_of(dir: &Path) -> Result<ModelConfig> {
+fn read_shape(dir: &Path) -> Result<ModelConfig> {
     let base = AdapterFolder::find(dir)?.map_or(Ok(dir.to_path_buf()), |adapter| adapter.base_dir())?;
     let shape = ModelConfig::from_dir(&base)?;
     Checkpoint::open(&base)?;
     Ok(shape)
 }
 
-/// Tokenizers and configurations of the models that the stages leave in these folders.
+/// Tokenizers and configurations of the models that the stages write to these folders.
 type Readings<'c> = Vec<(&'c Path, Rc<Reading>)>;
 
-fn reading_of(
+fn find_reading(
     known: &Readings<'_>,
     name: &Path,
     revision: Option<&str>,
@@ -561,7 +566,7 @@ fn reading_of(
     }
 }
 
-/// Checks the inputs of the stages: that the models are there, but for those of earlier stages; that every row has the fields
+/// Checks the inputs of the stages: that the models exist, except those that earlier stages make; that every row has the fields
 /// that its stage needs; that the sizes fit together. Checks that need weights are left to the stages.
 fn check_inputs(
     config: &PipelineConfig,
@@ -598,7 +603,7 @@ fn check_sft(config: &SftConfig) -> Result<Reading> {
     check_held_out(&config.eval, &sources, &config.data)?;
     let folders = sft::Folders::find(config)?;
     let shape = match (&folders.model, &folders.shape) {
-        (Some(dir), _) => shape_of(dir)?,
+        (Some(dir), _) => read_shape(dir)?,
         (None, Some(file)) => ModelConfig::from_file(file)?,
         (None, None) => unreachable!("`check` refuses settings without a model"),
     };
@@ -615,14 +620,15 @@ fn check_reward(config: &RewardConfig, known: &Readings<'_>) -> Result<Rc<Readin
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());
-    let reading = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
+    let reading = find_reading(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     reading.tokenizer.check_fits(&reading.shape, &config.model_name_or_path)?;
     let mut tokenizer = reading.tokenizer.clone();
     reward_model::set_up_tokenizer(&mut tokenizer, config)?;
     let pads = reward_model::find_pads(config, &reading.shape, &tokenizer, &config.model_name_or_path)?;
     let read = |dataset: &Dataset| reward_model::read_pairs(dataset, config, &reading.shape, &tokenizer, pads.as_ref());
     let (train, eval) = sources.read(config.run.seed, Stage::Reward)?;
-    let (pairs, _) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let pairs = gather(&train, read)?;
+    gather(eval.as_slice(), read)?;
     config.plan_for(pairs.rows.len())?;
     Ok(reading)
 }
@@ -631,10 +637,10 @@ fn check_dpo(config: &DpoConfig, known: &Readings<'_>) -> Result<()> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());
-    let policy = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
+    let policy = find_reading(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
     policy.tokenizer.check_fits(&policy.shape, &config.model_name_or_path)?;
     let other = config.ref_model_name_or_path.as_deref();
-    let other = other.map(|dir| reading_of(known, dir, None, Tokenizer::from_pretrained)).transpose()?;
+    let other = other.map(|dir| find_reading(known, dir, None, Tokenizer::from_pretrained)).transpose()?;
     let mut tokenizer = policy.tokenizer.clone();
     let shapes = [Some(&policy.shape), other.as_deref().map(|reading| &reading.shape)];
     dpo::check_rows(config, &mut tokenizer, shapes, &sources)
@@ -644,10 +650,11 @@ fn check_distill(config: &DistillConfig, known: &Readings<'_>) -> Result<()> {
     let sources = Sources::find(&config.data, config.eval_dataset_name.as_deref())?;
     check_held_out(&config.eval, &sources, &config.data)?;
     let revision = Some(config.model_revision.as_str());
-    let student = reading_of(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
-    // A teacher without a tokenizer is taken to have the student's, with a warning as the stage starts.
-    let (teacher, revision) = (&config.teacher_model_name_or_path, Some(config.teacher_model_revision.as_str()));
-    let teacher = reading_of(known, teacher, revision, Tokenizer::of_text_or_ids)?;
+    let student = find_reading(known, &config.model_name_or_path, revision, Tokenizer::from_pretrained)?;
+    // A teacher without a tokenizer is taken to have the student's; the stage warns about it when it starts.
+    let teacher = &config.teacher_model_name_or_path;
+    let revision = Some(config.teacher_model_revision.as_str());
+    let teacher = find_reading(known, teacher, revision, Tokenizer::of_text_or_ids)?;
     distill::check_tokenizers(&student.tokenizer, &teacher.tokenizer, &config.teacher_model_name_or_path)?;
     let mut tokenizer = student.tokenizer.clone();
     distill::check_rows(config, &mut tokenizer, [Some(&student.shape), Some(&teacher.shape)], &sources)
@@ -661,19 +668,20 @@ fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &W
     ppo::check_rewards(config, specs.iter().map(Spec::name))?;
     ppo::check_reward_models(config, specs, &config.sft_model_path)?;
     let revision = Some(config.model_revision.as_str());
-    let policy = reading_of(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
-    let own = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
-    let own = own.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
+    let policy = find_reading(known, &config.sft_model_path, revision, Tokenizer::from_pretrained)?;
+    let tokenizer_dir = config.model_name_or_path.as_ref().map(|dir| hub::tokenizer_dir(dir, None)).transpose()?;
+    let explicit_tokenizer = tokenizer_dir.map(|dir| Tokenizer::from_pretrained(&dir)).transpose()?;
     ppo::check_encoder_decoder(config, &policy.shape)?;
-    let mut tokenizer = own.unwrap_or_else(|| policy.tokenizer.clone());
+    let mut tokenizer = explicit_tokenizer.unwrap_or_else(|| policy.tokenizer.clone());
     tokenizer.set_encoder_decoder(policy.shape.is_encoder_decoder());
     tokenizer.set_chat_variables(config.data.chat_template.variables());
     let tokenizer = &tokenizer;
     tokenizer.check_fits(&policy.shape, &config.sft_model_path)?;
-    let (mut context, vocab) = (policy.shape.max_position_embeddings, policy.shape.vocab_size);
+    let mut context = policy.shape.max_position_embeddings;
+    let vocab = policy.shape.vocab_size;
     let value = config.value_model_path.as_deref();
     for dir in specs.iter().filter_map(Spec::model_path).chain(value) {
-        let model = reading_of(known, dir, None, Tokenizer::of_text_or_ids)?;
+        let model = find_reading(known, dir, None, Tokenizer::of_text_or_ids)?;
         if value == Some(dir) {
             model.shape.check_decoder(dir)?;
         }
@@ -685,7 +693,7 @@ fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &W
             );
             return Err(Error::invalid(dir, message));
         }
-        // Any other model reads text, of any length.
+        // Any other reward model reads text, of any length.
         let reads_ids = model.shape.causal && differing == 0 && !tokenizer.is_of_encoder_decoder();
         if value == Some(dir) {
             ppo::check_same_kind("value_model_path", &policy.shape, &model.shape)?;
@@ -699,8 +707,8 @@ fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &W
             context = context.min(model.shape.max_position_embeddings);
         }
     }
-    let of_models = ppo::prompt_limit(&policy.shape, context, config.response_length)?;
-    let limit = PromptLimit::new(&config.prompt_length, of_models)?;
+    let model_limit = ppo::prompt_limit(&policy.shape, context, config.response_length)?;
+    let limit = PromptLimit::new(&config.prompt_length, model_limit)?;
     ppo::Ends::find(config, tokenizer, vocab)?;
     let read = sources.read(config.run.seed, Stage::Ppo)?;
     let check_row = |row: &Value| specs.iter().try_for_each(|spec| spec.check_row(row));
@@ -709,10 +717,10 @@ fn check_ppo(config: &PpoConfig, specs: &[Spec], known: &Readings<'_>, world: &W
     let columns: Vec<_> = specs.iter().filter_map(Spec::optional_column).collect();
     check_columns(&columns, prompts.rows.iter().map(|prompt| &prompt.row))?;
     config.plan_for(prompts.rows.len())?;
-    ppo::find_texts(config, tokenizer, vocab, of_models.max_length()).map(drop)
+    ppo::find_texts(config, tokenizer, vocab, model_limit.max_length()).map(drop)
 }
 
-/// Writes the settings of all stages to a file that `rlhf pipeline --config` reads.
+/// Writes the settings of all stages to a file that `rlhf pipeline --config` can read.
 fn write_settings(config: &PipelineConfig) -> Result<()> {
     let out = config.output_dir.as_path();
     let mut all = Map::from_iter([("output_dir".to_string(), json!(out))]);
@@ -722,12 +730,12 @@ fn write_settings(config: &PipelineConfig) -> Result<()> {
         let mut settings = config.settings(stage).values;
         if let Some(settings) = settings.as_object_mut() {
             settings.remove("output_dir");
-            // The default is the model of an earlier stage; as a value it would stay that of this folder in other ones.
-            let left = [Stage::Sft, Stage::Reward].map(|stage| json!(PipelineConfig::dir(out, stage)));
+            // The default is the model of an earlier stage; written out, it would name this folder's model in other folders too.
+            let stage_models = [Stage::Sft, Stage::Reward].map(|stage| json!(PipelineConfig::dir(out, stage)));
             for key in ["model_name_or_path", "sft_model_path", "reward_model_path"] {
                 match settings.get(key) {
                     Some(Value::Null) if key == "reward_model_path" => drop(settings.insert(key.into(), "none".into())),
-                    Some(value) if left.contains(value) => drop(settings.remove(key)),
+                    Some(value) if stage_models.contains(value) => drop(settings.remove(key)),
                     _ => {}
                 }
             }

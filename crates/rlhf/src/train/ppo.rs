@@ -57,9 +57,11 @@ impl PpoTrainer {
     /// 2. Scores them, and evaluates policy, reference and critic: the experience.
     /// 3. Computes rewards, advantages and returns.
     /// 4. Trains policy and critic in epochs of mini-batches.
-    /// 5. Collects the metrics, and updates the KL's weight and the alarms by them.
+    /// 5. Collects the metrics, and updates the KL's weight and the alarms by these metrics.
     fn one_update(&mut self, phase: &dyn Fn(&'static str)) -> Result<UpdateOutcome> {
-        let (update, mut clock, device) = (self.course.progress.done, Clock::start(), self.learner.policy.device());
+        let update = self.course.progress.done;
+        let mut clock = Clock::start();
+        let device = self.learner.policy.device();
 
         // 1. Responses.
         phase("sampling");
@@ -67,18 +69,19 @@ impl PpoTrainer {
 
         // 2. Experience: scores, log-probabilities, values.
         phase("scoring");
-        // Keys and values have other sizes than what a pass takes: their memory would stay in the heap beside it.
+        // The KV cache of sampling has other sizes than the tensors of a pass: its memory would stay allocated next to theirs.
         tch_ext::release_memory();
         let scores = self.score_batch(&mut batch)?;
         self.warn_unscored(&mut batch, scores.reported.scored.warning.clone());
         let prompts: Vec<Vec<i64>> =
             batch.asked(&self.data.prompts).into_iter().map(|prompt| prompt.tokens.clone()).collect();
         // Responses of an earlier update were sampled by an earlier policy.
-        let (models, settings) = (self.rollout_models(), self.rollout_settings(batch.reused));
+        let models = self.rollout_models();
+        let settings = self.rollout_settings(batch.reused);
         let mut experience = experience(models, &prompts, &batch.responses, scores.trained, &settings)?;
         self.add_groups(&mut experience, &mut batch, &scores.reported.scored)?;
         if let Some(reference) = experience.reference.as_mut().filter(|_| self.run.config.sync.sync_ref_model) {
-            // It may follow the policy in the middle of this update.
+            // The reference may move towards the policy in the middle of this update.
             reference.own_head();
         }
 
@@ -95,7 +98,8 @@ impl PpoTrainer {
         // The rollout's allocations have other sizes than training's, and would fragment the memory.
         tch_ext::release_memory();
         self.learner.set_update(self.run.learner.update.clone());
-        let (sync, reference) = (&self.run.config.sync, self.reference.as_ref());
+        let sync = &self.run.config.sync;
+        let reference = self.reference.as_ref();
         let after_step = |policy: &CausalLm, steps: usize| match reference.filter(|_| sync.is_due(steps)) {
             Some(reference) => sync.mix(policy, reference),
             None => Ok(()),
@@ -110,14 +114,14 @@ impl PpoTrainer {
         Ok(UpdateOutcome { metrics, shown: scores.shown, rollout })
     }
 
-    /// Warns, once in a run, of responses without a score.
+    /// Warns once in a run about responses without a score.
     fn warn_unscored(&mut self, batch: &mut Batch, warning: Option<String>) {
         let Some(message) = warning else { return };
         let reported_once = || format!("{message} (reported once)");
         batch.warnings.extend(self.monitor.alarms.once(WarningKind::Unscored, reported_once));
     }
 
-    /// Collects the metrics of an update, and updates the KL's weight and the alarms by them.
+    /// Collects the metrics of an update, and updates the KL's weight and the alarms by these metrics.
     fn update_metrics(
         &mut self,
         mut batch: Batch,
@@ -142,7 +146,7 @@ impl PpoTrainer {
         self.course.kl_controller.observe(m.get("objective/kl").unwrap_or(f64::NAN), experience.rows());
         batch.warnings.extend(constant);
         self.monitor.warnings =
-            [batch.warnings, self.monitor.alarms.of_metrics(update + 1, &m, experience.mean_unmasked_length())]
+            [batch.warnings, self.monitor.alarms.observe_metrics(update + 1, &m, experience.mean_unmasked_length())]
                 .concat();
         self.monitor.last_metrics.clone_from(&m);
         Ok(if self.run.needs_critic { m } else { m.without(self.learner.repeated_metrics()) })
@@ -162,12 +166,12 @@ impl PpoTrainer {
             ));
         }
         let rows = match &mut self.data.order {
-            Some(order) => own_rows(update, (order.0)(update), size, self.data.prompts.len())?,
+            Some(order) => check_order(update, (order.0)(update), size, self.data.prompts.len())?,
             None => self.data.cursor.take(size),
         };
         let (rows, Answers { responses, episodes, sampling }) = self.respond(&rows, update as u64)?;
         let prompts: Vec<&[i64]> = rows.iter().map(|&row| self.data.prompts[row].tokens.as_slice()).collect();
-        let mut warnings = self.monitor.alarms.of_responses(&Sampled {
+        let mut warnings = self.monitor.alarms.observe_responses(&Sampled {
             update: update + 1,
             prompts: &prompts,
             responses: &responses,
@@ -204,8 +208,8 @@ impl PpoTrainer {
         })
     }
 
-    /// Samples `num_generations` responses to the prompt of each of `rows`: the row of each response, the responses, and their sampling.
-    /// `step` keys the random draws.
+    /// Samples `num_generations` responses to the prompt of each of `rows`. Returns the row of each response, and the responses with their
+    /// sampling. `step` keys the random draws.
     fn respond(&self, rows: &[usize], step: u64) -> Result<(Vec<usize>, Answers)> {
         let size = self.run.rollout.settings.group_size;
         let asked: Vec<&Prompt> = rows.iter().map(|&row| &self.data.prompts[row]).collect();
@@ -219,7 +223,7 @@ impl PpoTrainer {
         self.learner.rollout_models(self.reference.as_ref())
     }
 
-    /// Settings of the rollout; log-probabilities of `reused` ones are computed anew.
+    /// Settings of the rollout; log-probabilities of `reused` responses are recomputed.
     fn rollout_settings(&self, reused: bool) -> RolloutSettings {
         let settings = self.run.rollout(&self.learner.policy);
         let recompute_logprobs = settings.recompute_logprobs || reused;
@@ -227,13 +231,13 @@ impl PpoTrainer {
         RolloutSettings { recompute_logprobs, compares_sampling, left_out: self.sampler.left_out.clone(), ..settings }
     }
 
-    /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings, less after a rollback.
+    /// The learning rates of the optimizer steps of an update: the caller's, or those of the settings; lower after a rollback.
     fn step_rates(&mut self, update: usize) -> Result<StepRates> {
         let rates = match &mut self.course.schedule {
             Some(schedule) => StepRates::from((schedule.0)(update).checked(&format!("schedule: update {update}"))?),
             None => {
-                let (updates, steps) = (self.plan.num_total_batches, self.plan.steps_per_epoch());
-                self.run.schedule.step_rates(update, updates, steps)
+                let updates = self.plan.num_total_batches;
+                self.run.schedule.step_rates(update, updates, self.plan.steps_per_epoch())
             }
         };
         Ok(rates.scaled(self.rate_factor()))
@@ -256,7 +260,7 @@ impl PpoTrainer {
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
-    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: what follows from them is then the same on ranks
+    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: decisions that depend on them are then the same on ranks
     /// whose processors round differently.
     fn push_collectives(&self, m: &mut Metrics) -> Result<()> {
         let world = &self.learner.world;
@@ -295,7 +299,8 @@ impl PpoTrainer {
     /// Samples responses to prompts, in turns with the environment if there is one, and counts their tokens and the time.
     fn answers(&self, asked: &[&Prompt], generation: &GenerationConfig) -> Result<Answers> {
         let began = Instant::now();
-        let (policy, world) = (&self.learner.policy, &self.learner.world);
+        let policy = &self.learner.policy;
+        let world = &self.learner.world;
         let _gathered = self.learner.gathered_policy(self.run.config.dist.ds3_gather_for_generation)?;
         let (responses, episodes) = match &self.sampler.environment {
             Some(environment) => environment.generate_on(world, policy, asked, generation)?,
@@ -338,10 +343,11 @@ pub fn ppo(config: &PpoConfig, runtime: impl Into<Runtime>) -> Result<()> {
     let Runtime { world, console } = runtime.into();
     let run = PpoRun::new(config)?;
     check_eval_prompts(config)?;
-    // Before anything slow begins.
+    // The output folder is checked before anything slow begins.
     let opening = open(&run, &world)?;
     let mut trainer = PpoTrainer::load(run, Rewards::new(), opening.found()?, &world)?;
-    (trainer.console, trainer.record.opening) = (console, Some(opening));
+    trainer.console = console;
+    trainer.record.opening = Some(opening);
     trainer.train().map(drop)
 }
 
@@ -362,7 +368,7 @@ const COMMAND: &str = "ppo";
 pub struct PpoParts {
     /// The policy and the value model, with their optimizers.
     pub learner: Learner,
-    /// The reference model; none where the settings use none ([`PpoConfig::has_reference`]).
+    /// The reference model; `None` where the settings use none ([`PpoConfig::has_reference`]).
     pub reference: Option<CausalLm>,
     /// The rewards.
     pub rewards: Rewards,
@@ -431,7 +437,7 @@ struct PromptData {
     order: Option<PerUpdate<Vec<usize>>>,
 }
 
-/// The end of responses, their environment, and which of them are trained on.
+/// Settings and state of sampling: the ends of responses, their environment, and the responses that are trained on.
 #[derive(Debug)]
 struct Sampler {
     /// Tokens that end a response; may be empty.
@@ -477,9 +483,9 @@ struct Monitor {
 struct RunRecord {
     /// Warnings about prompts and dtypes, reported when the run starts.
     prompt_notes: Vec<String>,
-    /// Commits that names on the hub stand for.
+    /// The commits that names on the hub were resolved to.
     commits: Commits,
-    /// Digests of the inputs, which a resumed run compares.
+    /// Digests of the inputs, which are compared when the run resumes.
     inputs: Inputs,
     /// The output folder, where it was opened before the models were loaded.
     opening: Option<Opening>,
@@ -493,10 +499,10 @@ impl PpoTrainer {
         &self.run.config
     }
 
-    /// Replaces the settings of the next updates. Those of models, optimizers, data and sizes stay as the trainer was made with them.
+    /// Replaces the settings of the next updates. The settings of models, optimizers, data and sizes stay as they were when the trainer was made.
     ///
     /// # Errors
-    /// If a setting is out of its range: the earlier ones stay.
+    /// If a setting is out of its range: the earlier settings stay.
     pub fn set_config(&mut self, config: &PpoConfig) -> Result<()> {
         self.run = PpoRun::new(config)?;
         self.course.scores.penalties = self.run.penalties.clone();
@@ -513,7 +519,7 @@ impl PpoTrainer {
         &self.monitor.warnings
     }
 
-    /// Sends warnings of rewards, and what functions of Python print, to the console.
+    /// Sends warnings of rewards, and the lines that Python functions print, to the console.
     fn warn_of_retries(&mut self) {
         let console = self.console;
         let warn: Warn = Arc::new(move |message: &str| console.announce_warning(message));
@@ -535,15 +541,17 @@ impl PpoTrainer {
             return Err(Error::Usage(format!("update: the run is finished, all {total} updates are done")));
         }
         self.warn_of_retries();
-        let (fixed, state) = (self.fixed(), self.resumable());
-        let (kept, steps) = (self.sampler.kept.clone(), self.steps());
+        let fixed = self.fixed();
+        let state = self.resumable();
+        let kept = self.sampler.kept.clone();
+        let steps = self.steps();
         let metrics = match self.one_update(&|_| ()) {
             Ok(outcome) => outcome.metrics,
             Err(error) => {
                 if self.steps() == steps {
-                    // The state has just been made, so it is loaded; in any case the update's own error is the one to show.
+                    // The state was just made by this trainer, so it can be loaded; the error to show is that of the update in any case.
                     let _ = self.restore(fixed, state);
-                    // Its state would have no log-probabilities.
+                    // The restored state would have no log-probabilities.
                     self.sampler.kept = kept;
                 }
                 return Err(error);
@@ -557,7 +565,7 @@ impl PpoTrainer {
     }
 }
 
-/// The result of one update. What a resumed run needs is in the trainer.
+/// The result of one update. The state that a resumed run needs is in the trainer.
 struct UpdateOutcome {
     metrics: Metrics,
     /// The responses to show, if this update shows any.
@@ -578,12 +586,12 @@ struct Batch {
     episodes: Vec<Episode>,
     /// Responses that are too short to train on.
     dropped: usize,
-    /// These are responses of an earlier update.
+    /// Whether these are responses of an earlier update.
     reused: bool,
     warnings: Vec<Warning>,
-    /// The sampling of these and of further responses of the update: of `dynamic_sampling`, and the greedy ones of ReMax.
+    /// The sampling of these responses and of others in the update: of `dynamic_sampling`, and the greedy responses of ReMax.
     sampling: Timed,
-    /// Groups that were sampled, and those of them that were replaced.
+    /// Number of groups that were sampled, and number of those that were replaced.
     sampled_groups: usize,
     replaced_groups: usize,
     /// The scores that a run has recorded, in a replay.
@@ -597,10 +605,10 @@ impl Batch {
     }
 }
 
-/// The `prompts`, as their `episodes` have them, if there are any.
+/// The `prompts`, or those of their `episodes` if there are episodes.
 fn asked<'a>(prompts: impl Iterator<Item = &'a Prompt>, episodes: &'a [Episode]) -> Vec<&'a Prompt> {
-    let of = |(at, prompt)| episodes.get(at).map_or(prompt, |episode: &Episode| &episode.prompt);
-    prompts.enumerate().map(of).collect()
+    let asked_prompt = |(at, prompt)| episodes.get(at).map_or(prompt, |episode: &Episode| &episode.prompt);
+    prompts.enumerate().map(asked_prompt).collect()
 }
 
 /// Sampled responses.
@@ -613,7 +621,7 @@ struct Answers {
 }
 
 impl Answers {
-    /// The prompts as they were asked, where `prompts` are those of the data.
+    /// The prompts as they were asked; `prompts` are the prompts of the data.
     fn asked<'a>(&'a self, prompts: &[&'a Prompt]) -> Vec<&'a Prompt> {
         asked(prompts.iter().copied(), &self.episodes)
     }
@@ -644,7 +652,7 @@ impl Clock {
         Self { began: Instant::now(), laps: Vec::new() }
     }
 
-    /// Ends a phase on `device`, which may still be at work on it.
+    /// Ends a phase on `device`, after waiting for the device to finish its work.
     fn lap(&mut self, name: &'static str, device: Device) {
         if let Device::Cuda(number) = device {
             tch::Cuda::synchronize(number as i64);
@@ -657,10 +665,11 @@ impl Clock {
         self.laps.last().map_or(0.0, |(_, end)| *end)
     }
 
-    /// Adds seconds and tokens per second, of an update whose responses have `tokens` tokens; `time/rollout` has sampling in it.
+    /// Adds seconds and tokens per second of an update whose responses have `tokens` tokens; `time/rollout` includes sampling.
     fn push_metrics(&self, m: &mut Metrics, tokens: i64, sampled: Timed) {
         let end = |name| self.laps.iter().find(|(lap, _)| *lap == name).map_or(0.0, |(_, end)| *end);
-        let (rollout, total) = (end("rollout"), self.total());
+        let rollout = end("rollout");
+        let total = self.total();
         m.push("time/generate", sampled.seconds);
         m.push("time/rollout", rollout);
         m.push("time/optimise", total - rollout);
@@ -671,8 +680,8 @@ impl Clock {
     }
 }
 
-/// Checks the rows that the caller's order returned: `count` of the `prompts`.
-fn own_rows(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Result<Vec<usize>> {
+/// Checks the rows that the caller's order returned: `count` of them, each below `prompts`.
+fn check_order(update: usize, rows: Vec<usize>, count: usize, prompts: usize) -> Result<Vec<usize>> {
     let found = match rows.iter().find(|&&row| row >= prompts) {
         Some(row) => format!("row {row}"),
         None if rows.len() == count => return Ok(rows),

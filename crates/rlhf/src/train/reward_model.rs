@@ -78,7 +78,8 @@ fn load_run<'a>(
     let Data { train, eval, first_row, mut inputs } =
         Data::read(&sources, &config.data, config.run.seed, Stage::Reward)?;
     inputs.model(name_of!(config.model_name_or_path), model_dir)?;
-    let (train_pairs, eval_pairs) = (gather(&train, read)?, gather(eval.as_slice(), read)?);
+    let train_pairs = gather(&train, read)?;
+    let eval_pairs = gather(eval.as_slice(), read)?;
     let num_pairs = train_pairs.rows.len();
     let tokens: Vec<[&[i64]; 2]> = train_pairs.rows.iter().map(|pair| [&pair.chosen[..], &pair.rejected[..]]).collect();
     inputs.tokens("dataset_name", &config.data.describe(), &tokens);
@@ -121,14 +122,14 @@ fn load_run<'a>(
     Ok((Ranking { config, pads, train_pairs, eval_pairs: eval_pairs.rows }, loaded))
 }
 
-/// Loads the model in `dir` for training, and adds the adapter and the format that the settings have.
+/// Loads the model in `dir` for training; adds an adapter and sets the format if the settings have them.
 fn load_trained(config: &RewardConfig, dir: &Path) -> Result<(SequenceClassifier, Tokenizer, Option<Pads>)> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
-    // As in TRL, a language model gets a head; one that is there is kept.
+    // As in TRL, a language model gets a head; an existing head is kept.
     let (mut model, tokenizer, pads) = load(config, dir, Some(config.run.seed), options)?;
     let eos = tokenizer.eos().filter(|_| config.eos_token.is_some());
     eos.into_iter().for_each(|eos| model.set_eos(eos));
-    // An adapter that is there already is merged, also below a new one.
+    // An adapter that the folder already has is merged, also before a new one is added.
     model.prepare(config.optimizer.optim.trains(config.peft.use_peft))?;
     config.reward_format.map_or(Ok(()), |format| model.set_format(format))?;
     if let Some(lora) = config.peft.lora() {
@@ -146,7 +147,7 @@ fn unused_padding(config: &RewardConfig, has_pads: bool) -> Option<String> {
     ))
 }
 
-/// Returns the commands that score a text with the reward model in `dir`: the text of `row`, a row of its data, where it
+/// Returns the commands that score a text with the reward model in `dir`: the text of `row`, a row of its data, if it
 /// is short.
 fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     let text = |name: &str| row.and_then(|row| row.get(name)?.as_str());
@@ -163,7 +164,7 @@ fn commands_to_score(dir: &Path, row: Option<&Value>) -> [Vec<String>; 2] {
     [printed.into(), scores.into()]
 }
 
-/// Loads the model in `dir` with its tokenizer, and finds the padding, where the loss has pads.
+/// Loads the model in `dir` with its tokenizer, and finds the padding if the loss needs pads.
 fn load(
     config: &RewardConfig,
     dir: &Path,
@@ -194,7 +195,7 @@ pub(crate) fn set_up_tokenizer(tokenizer: &mut Tokenizer, config: &RewardConfig)
     super::set_up_tokenizer(tokenizer, &config.data, config.eos_token.as_deref())
 }
 
-/// Returns the padding, where the loss has pads, for a model of this shape in the folder `dir`.
+/// Returns the padding if the loss needs pads, for a model of this shape in the folder `dir`.
 ///
 /// # Errors
 /// If the loss compares tokens, and the model has no score per token or the tokenizer no token to pad with.
@@ -324,7 +325,8 @@ impl Supervised for Ranking<'_> {
     type Sums = Totals;
 
     fn backward(&mut self, model: &SequenceClassifier, batch: &UpdateRows<'_>, sums: &mut Totals) -> Result<()> {
-        let (config, pads) = (self.config, self.pads.as_ref());
+        let config = self.config;
+        let pads = self.pads.as_ref();
         let mut pairs: Vec<&Pair> = batch.rows.iter().map(|&row| &self.train_pairs.rows[row]).collect();
         pairs.sort_by_key(|pair| pair.chosen.len().max(pair.rejected.len()));
         let per_pair = pairs.len() as f64 / batch.loss_scale;
@@ -332,17 +334,17 @@ impl Supervised for Ranking<'_> {
             None => pair.chosen.len() + pair.rejected.len(),
             Some(_) => 2 * pair.chosen.len().max(pair.rejected.len()),
         };
-        let own = batch.world.own_part(&pairs, tokens);
-        let mut first = own.start as u64;
+        let local = batch.world.own_part(&pairs, tokens);
+        let mut first = local.start as u64;
         for micro_batch in
-            micro_batches(&pairs[own], config.batches().rows_per_pass(), batch.max_tokens, |pair| (tokens(pair), 0))
+            micro_batches(&pairs[local], config.batches().rows_per_pass(), batch.max_tokens, |pair| (tokens(pair), 0))
         {
             let places = first..first + micro_batch.len() as u64;
             first = places.end;
             // The two sides of a pair are separate rows.
             let rows = places.clone().map(|pair| 2 * pair).chain(places.map(|pair| 2 * pair + 1)).collect();
-            let (share, seed) = (config.peft.lora_dropout, config.run.seed);
-            let dropout = DropoutRows { share, seed, update: batch.update, rows };
+            let dropout =
+                DropoutRows { share: config.peft.lora_dropout, seed: config.run.seed, update: batch.update, rows };
             match config.pair_loss {
                 PairLoss::Sequence => model.scores_backward(&sides(micro_batch), Some(&dropout), |scores| {
                     sums.add(scores, &sequence_loss(scores, micro_batch), config) / per_pair
@@ -378,8 +380,8 @@ fn measure(
     world: &World,
 ) -> Result<Totals> {
     let mut sums = Totals::default();
-    let own = world.share_by(pairs, |pair| pair.chosen.len() + pair.rejected.len());
-    let passes = own
+    let local_pairs = world.share_by(pairs, |pair| pair.chosen.len() + pair.rejected.len());
+    let passes = local_pairs
         .chunks(config.per_device_eval_batch_size)
         .try_for_each(|batch| tch::no_grad(|| sums.measure(model, &batch.iter().collect::<Vec<_>>(), pads, config)));
     world.agree(passes)?;
@@ -387,7 +389,7 @@ fn measure(
     Ok(sums)
 }
 
-/// Drops pairs with a side that is too long: cut at its end it would lose what it is scored for. Returns the others, with
+/// Drops pairs with a side that is too long: cut at its end it would lose the part that it is scored for. Returns the others, with
 /// warnings.
 ///
 /// # Errors
@@ -431,7 +433,7 @@ fn sequence_loss(scores: &Tensor, pairs: &[&Pair]) -> Tensor {
     -(difference - on_device(&margins, scores.device())).log_sigmoid()
 }
 
-/// Refuses margins where the loss has none.
+/// Refuses margins if the loss does not use them.
 ///
 /// # Errors
 /// If a pair has one, and the loss compares tokens.
@@ -453,14 +455,14 @@ fn check_margins(pairs: &[Pair], pair_loss: PairLoss, path: &Path) -> Result<()>
 #[derive(Debug)]
 pub(super) struct Pads {
     id: i64,
-    /// Number of pads in a text before the pad that ends it; `None`: those at its start.
+    /// Number of pads in a text before the pad that ends it; `None`: the number of pads at its start.
     skipped: Option<usize>,
     /// Tokens of a padded text.
     width: usize,
 }
 
 impl Pads {
-    /// Returns DeepSpeed-Chat's padding; for a Llama tokenizer without a padding token the eos.
+    /// Returns DeepSpeed-Chat's padding; for a Llama tokenizer without a padding token it is the eos.
     ///
     /// # Errors
     /// If the tokenizer has no token to pad with.
@@ -474,22 +476,22 @@ impl Pads {
         Ok(Self { id, skipped: config.num_padding_at_beginning, width })
     }
 
-    /// Returns where a text ends: at its first pad after those that are skipped, also one of the padding after it.
+    /// Returns where a text ends: at its first pad after the skipped ones, which may be a pad of the padding after the text.
     fn end(&self, text: &[i64]) -> usize {
         let begins = || text.iter().take_while(|id| **id == self.id).count();
         let skipped = self.skipped.unwrap_or_else(begins);
         let mut pads = (0..text.len()).filter(|&t| text[t] == self.id);
-        let held = pads.clone().count();
-        pads.nth(skipped).unwrap_or_else(|| (text.len() + skipped - held).min(self.width))
+        let count = pads.clone().count();
+        pads.nth(skipped).unwrap_or_else(|| (text.len() + skipped - count).min(self.width))
     }
 
-    /// Returns the first token that differs; none if all are the same with padding after them.
+    /// Returns the first token that differs; `None` if both texts are the same once they are padded.
     fn apart(&self, pair: &Pair) -> Option<usize> {
         let at = |text: &[i64], t: usize| text.get(t).copied().unwrap_or(self.id);
         (0..pair.chosen.len().max(pair.rejected.len())).find(|&t| at(&pair.chosen, t) != at(&pair.rejected, t))
     }
 
-    /// Refuses pairs that end before their first different token: DeepSpeed-Chat's loss of them is not a number.
+    /// Refuses pairs that end before their first different token: DeepSpeed-Chat's loss of such a pair is NaN.
     fn check(&self, pairs: &[Pair], path: &Path) -> Result<()> {
         for (i, pair) in pairs.iter().enumerate() {
             let ends = [self.end(&pair.chosen), self.end(&pair.rejected)];
@@ -511,19 +513,19 @@ impl Pads {
 }
 
 /// The tokens that the token losses compare: of the two texts of a pair, every token from the first that differs to the last
-/// of the longer one.
+/// of the longer text.
 ///
-/// With pads the shorter text is padded to the length of the longer one. Without, its last score is repeated after its
-/// end. Of two equal texts the last token is compared, with a gradient of 0.
+/// With pads the shorter text is padded to the length of the longer one. Without pads its last score is repeated after its
+/// end. For two equal texts the last token is compared, with a gradient of 0.
 #[derive(Debug)]
 struct Compared {
     /// Model inputs: all chosen sides and then all rejected ones, with their pads.
     texts: Vec<Vec<i64>>,
-    /// Number of tokens of each before its padding.
+    /// Number of tokens of each text before its padding.
     shown: Vec<usize>,
-    /// Positions of each whose values are computed, its score's among them.
+    /// Positions of each text whose values are computed; the position of its score is among them.
     spans: Vec<Range<usize>>,
-    /// Indices into the values: of the two sides' ends, and of the compared tokens.
+    /// Indices into the values: of the ends of both sides, and of the compared tokens.
     ends: Tensor,
     chosen: Tensor,
     rejected: Tensor,
@@ -535,7 +537,9 @@ struct Compared {
 
 impl Compared {
     fn of(pairs: &[&Pair], pads: Option<&Pads>, device: Device) -> Self {
-        let (mut texts, mut spans, mut last) = (Vec::new(), Vec::new(), Vec::new());
+        let mut texts = Vec::new();
+        let mut spans = Vec::new();
+        let mut last = Vec::new();
         let ranges: Vec<Range<usize>> = pairs.iter().map(|pair| Self::range(pair, pads)).collect();
         for (side, range) in sides(pairs).into_iter().zip(ranges.iter().cycle()) {
             let end = pads.map_or(side.len(), |pads| pads.end(side)).max(1);
@@ -555,23 +559,25 @@ impl Compared {
         // The last value is repeated after the end.
         let place = |side: usize, t: usize| (places[side] + t.min(spans[side].end - 1) - spans[side].start) as i64;
         let ends: Vec<i64> = last.iter().enumerate().map(|(side, &t)| place(side, t)).collect();
-        let (mut compared, mut shares, mut of) = ([Vec::new(), Vec::new()], Vec::new(), Vec::new());
+        let mut compared = [Vec::new(), Vec::new()];
+        let mut shares = Vec::new();
+        let mut pair_numbers = Vec::new();
         for (i, range) in ranges.iter().enumerate() {
-            for (to, side) in compared.iter_mut().zip([i, pairs.len() + i]) {
-                to.extend(range.clone().map(|t| place(side, t)));
+            for (indices, side) in compared.iter_mut().zip([i, pairs.len() + i]) {
+                indices.extend(range.clone().map(|t| place(side, t)));
             }
             shares.extend(range.clone().map(|_| 1.0 / range.len() as f32));
-            of.extend(range.clone().map(|_| i as i64));
+            pair_numbers.extend(range.clone().map(|_| i as i64));
         }
         let [chosen, rejected] = compared;
-        let there = |places: &[i64]| on_device(places, device);
+        let to_device = |places: &[i64]| on_device(places, device);
         let shares = on_device(&shares, device);
         Self {
             shown: sides(pairs).into_iter().map(Vec::len).collect(),
-            ends: there(&ends),
-            chosen: there(&chosen),
-            rejected: there(&rejected),
-            pairs: there(&of),
+            ends: to_device(&ends),
+            chosen: to_device(&chosen),
+            rejected: to_device(&rejected),
+            pairs: to_device(&pair_numbers),
             texts,
             spans,
             shares,
@@ -668,7 +674,8 @@ impl Totals {
     /// losses, with the term that centres the scores.
     fn add(&mut self, scores: &Tensor, losses: &Tensor, config: &RewardConfig) -> Tensor {
         let scores = scores.view([2, -1]);
-        let (chosen, rejected) = (scores.get(0), scores.get(1));
+        let chosen = scores.get(0);
+        let rejected = scores.get(1);
         let margin = &chosen - &rejected;
         let mut loss = losses.sum(Kind::Float);
         if let Some(weight) = config.center_rewards_coefficient {
@@ -681,7 +688,7 @@ impl Totals {
         loss
     }
 
-    /// Reads what [`Totals::add`] has left on the device, at once: each read waits for all work before it.
+    /// Reads the sums that [`Totals::add`] has left on the device, at once: each read waits for all work before it.
     fn read(&mut self) {
         if self.unread.is_empty() {
             return;
@@ -788,8 +795,8 @@ mod tests {
             close(name, &losses.mean(Kind::Float), &golden["loss"], 2e-5);
             close(name, &ends, &tch::no_grad(|| model.scores(&sides)).unwrap(), 2e-5);
             let gradients: Vec<_> = model.params().iter().map(|param| (&param.name, param.tensor.grad())).collect();
-            let of_head = &gradients.iter().find(|(name, _)| *name == "v_head.weight").unwrap().1;
-            close(name, of_head, &golden["v_head.grad"], 2e-5);
+            let head_gradient = &gradients.iter().find(|(name, _)| *name == "v_head.weight").unwrap().1;
+            close(name, head_gradient, &golden["v_head.grad"], 2e-5);
             let trunk = gradients.iter().filter(|(name, grad)| *name != "v_head.weight" && grad.defined());
             let norms: Vec<Tensor> = trunk.map(|(_, grad)| grad.norm()).collect();
             let norm = Tensor::stack(&norms, 0).norm();
@@ -856,9 +863,9 @@ mod tests {
     #[ignore = "compares dschat/rm_{opt,llama,gpt2}, DeepSpeed-Chat's own reward models, of another folder of reference values; set RLHF_GOLDEN=FOLDER"]
     fn a_loss_of_tokens_has_deepspeed_chats_numbers_on_its_own_models() {
         let message = "RLHF_GOLDEN: expected a folder of reference values, found nothing set";
-        let given = std::env::var_os("RLHF_GOLDEN").expect(message);
+        let folder = std::env::var_os("RLHF_GOLDEN").expect(message);
         for (name, at_beginning) in [("rm_opt", 1), ("rm_llama", 0), ("rm_gpt2", 0)] {
-            let dir = Path::new(&given).join("dschat").join(name);
+            let dir = Path::new(&folder).join("dschat").join(name);
             let golden = tensors(&dir.join("golden.safetensors"));
             let folder = tempfile::tempdir().unwrap();
             with_head(&dir, &dir, folder.path());

@@ -69,12 +69,13 @@ fn load_run<'a>(
     let (train_rows, eval_rows) = read_rows(config, [&train, eval.as_slice()], &tokenizer, model.config())?;
     let tokens: Vec<&[i64]> = train_rows.rows.iter().flatten().map(|row| row.tokens.as_slice()).collect();
     inputs.tokens("dataset_name", &config.data.describe(), &tokens);
-    let (num_rows, num_blocks) = (train_rows.rows.iter().map(Vec::len).sum::<usize>(), train_rows.rows.len());
+    let num_rows = train_rows.rows.iter().map(Vec::len).sum::<usize>();
+    let num_blocks = train_rows.rows.len();
     let plan = config.plan_for(num_blocks)?;
     let mut warnings = [&train_rows.warnings[..], &eval_rows.warnings].concat();
     warnings.extend(warning);
     warnings.extend(small_dataset(&config.data, num_blocks, plan.batch_size));
-    // Weights of a configuration alone are in no file.
+    // The random weights of a configuration are in no file, so there is nothing to note about them.
     warnings.extend(model_dir.iter().flat_map(|dir| notes_on_weights(dir, config.run.dtype, &model)));
 
     let optimizer = start_training(&mut model, &config.run, &config.optimizer, world)?;
@@ -120,7 +121,7 @@ fn paths_read(config: &SftConfig) -> Vec<&Path> {
 
 /// The folders and files of model and tokenizer, in the hub's cache where they are names on the hub.
 pub(super) struct Folders {
-    /// The model's folder; none for random weights.
+    /// The model's folder; `None` for random weights.
     pub(super) model: Option<PathBuf>,
     /// The folder of another tokenizer than the model's.
     tokenizer: Option<PathBuf>,
@@ -143,7 +144,7 @@ impl Folders {
 struct Parts {
     model: CausalLm,
     tokenizer: Tokenizer,
-    /// The model's folder; none for random weights.
+    /// The model's folder; `None` for random weights.
     model_dir: Option<PathBuf>,
     /// Digests of the files.
     files: Inputs,
@@ -151,7 +152,7 @@ struct Parts {
     warning: Option<String>,
 }
 
-/// Loads model and tokenizer, and adds the adapter that the settings have.
+/// Loads model and tokenizer, and adds an adapter if the settings have one.
 ///
 /// # Errors
 /// If a model folder, a tokenizer or a data file is missing or malformed, which the message names.
@@ -159,10 +160,10 @@ fn load(config: &SftConfig) -> Result<Parts> {
     let options = trained_options(model_options(&config.run)?, config.peft.use_peft);
     let folders = Folders::find(config)?;
     let (mut tokenizer, warning) = load_tokenizer(config, &folders)?;
-    let Folders { model: model_dir, tokenizer: own_tokenizer, shape: shape_file } = folders;
+    let Folders { model: model_dir, tokenizer: tokenizer_dir, shape: shape_file } = folders;
     let mut files = Inputs::default();
     model_dir.as_deref().map_or(Ok(()), |dir| files.model("model_name_or_path", dir))?;
-    own_tokenizer.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
+    tokenizer_dir.as_deref().map_or(Ok(()), |dir| files.model("tokenizer_name", dir))?;
     for (name, file) in
         [("config_name", &shape_file), (name_of!(config.chat_template_path), &config.chat_template_path)]
     {
@@ -173,7 +174,7 @@ fn load(config: &SftConfig) -> Result<Parts> {
         (None, Some(shape)) => CausalLm::from_config(ModelConfig::from_file(shape)?, config.run.seed, options)?,
         (None, None) => unreachable!("`check` refuses settings without a model"),
     };
-    // An adapter that is there already is merged, also below a new one.
+    // An adapter that the folder already has is merged, also before a new one is added.
     model.prepare(config.optimizer.optim.trains(config.peft.use_peft))?;
     if let Some(lora) = config.peft.lora() {
         model.add_adapter(&lora, config.run.seed)?;
@@ -182,23 +183,24 @@ fn load(config: &SftConfig) -> Result<Parts> {
     Ok(Parts { model, tokenizer, model_dir, files, warning })
 }
 
-/// Loads the tokenizer that the settings name, with their chat template. Returns it with a warning if the model has another one.
+/// Loads the tokenizer that the settings name, with their chat template. Returns it with a warning if the model has another tokenizer.
 ///
 /// # Errors
 /// If a tokenizer or the template is missing or malformed, or the tokenizer has no `eos_token` of the settings.
 pub(super) fn load_tokenizer(config: &SftConfig, folders: &Folders) -> Result<(Tokenizer, Option<String>)> {
-    let (own, model) = (folders.tokenizer.as_deref(), folders.model.as_deref());
-    let mut tokenizer = match (own, model) {
+    let tokenizer_dir = folders.tokenizer.as_deref();
+    let model_dir = folders.model.as_deref();
+    let mut tokenizer = match (tokenizer_dir, model_dir) {
         (Some(dir), _) | (None, Some(dir)) => Tokenizer::from_pretrained(dir)?,
         (None, None) => unreachable!("`check` refuses settings without a tokenizer"),
     };
     set_up_tokenizer(&mut tokenizer, config)?;
-    let warning = model.zip(own).map(|(model, own)| tokenizer_warning(&tokenizer, own, model));
+    let warning = model_dir.zip(tokenizer_dir).map(|(model, dir)| tokenizer_warning(&tokenizer, dir, model));
     let warning = warning.transpose()?.flatten();
     Ok((tokenizer, warning))
 }
 
-/// Sets up the tokenizer by the settings, whatever the model is: the chat template with its variables.
+/// Sets up the tokenizer by the settings, for any model: the chat template with its variables.
 ///
 /// # Errors
 /// If the template is missing or malformed, or the tokenizer has no `eos_token` of the settings.
@@ -224,26 +226,26 @@ pub(super) fn fit_tokenizer(
     tokenizer.check_fits(shape, place.unwrap_or(Path::new("")))
 }
 
-/// Returns a warning if `tokenizer`, of the folder `own`, has other ids than the one in the model's folder `dir`.
+/// Returns a warning if `tokenizer`, from the folder `tokenizer_dir`, has other ids than the tokenizer in the model's folder `model_dir`.
 ///
 /// # Errors
-/// If that one cannot be read.
-fn tokenizer_warning(tokenizer: &Tokenizer, own: &Path, dir: &Path) -> Result<Option<String>> {
-    if !Tokenizer::is_in(dir)? {
+/// If the model's tokenizer cannot be read.
+fn tokenizer_warning(tokenizer: &Tokenizer, tokenizer_dir: &Path, model_dir: &Path) -> Result<Option<String>> {
+    if !Tokenizer::is_in(model_dir)? {
         return Ok(None);
     }
-    let differing = tokenizer.difference(&tokenizer.beside(dir)?);
+    let differing = tokenizer.difference(&tokenizer.beside(model_dir)?);
     Ok((differing > 0).then(|| {
         format!(
             "tokenizer_name = {}: expected the tokenizer of {}, found one that differs in {differing} tokens: the model reads their \
              ids as other texts until it has learned them anew",
-            own.display(),
-            dir.display()
+            tokenizer_dir.display(),
+            model_dir.display()
         )
     }))
 }
 
-/// Returns the most tokens of a row, or of each prompt and each response of an encoder-decoder.
+/// Returns the maximum number of tokens of a row, or of each prompt and each response of an encoder-decoder.
 ///
 /// # Errors
 /// If a setting does not apply to an encoder-decoder.
@@ -266,7 +268,7 @@ pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<
     }
 }
 
-/// Reads the rows of `[train, eval]`, cut to what `model` and settings allow: those to train on, in blocks, and those that are held out.
+/// Reads the rows of `[train, eval]`, cut to the length that `model` and settings allow: the training rows in blocks, and the held-out rows.
 ///
 /// # Errors
 /// If a row is no demonstration, or none of a dataset is left.
@@ -276,7 +278,8 @@ pub(super) fn read_rows(
     tokenizer: &Tokenizer,
     model: &ModelConfig,
 ) -> Result<(Gathered<Vec<Demonstration>>, Gathered<Demonstration>)> {
-    let (max_length, options) = (max_row_length(config, model)?, learned(config, model.vocab_size));
+    let max_length = max_row_length(config, model)?;
+    let options = learned(config, model.vocab_size);
     let read = |dataset: &Dataset| read_dataset(dataset, tokenizer, &options, max_length);
     let blocks = |dataset: &Dataset| {
         let (rows, warnings) = read(dataset)?;
@@ -338,29 +341,29 @@ impl Supervised for FineTuning<'_> {
             (most_rows, batch.max_tokens)
         };
         let mut rows: Vec<&Demonstration> = batch.rows.iter().flat_map(|&block| &self.train_rows.rows[block]).collect();
-        // Rows of like length share a micro-batch: less padding in attention, the same sum.
+        // Rows of similar length share a micro-batch: less padding in attention, the same sum.
         rows.sort_by_key(|row| row.tokens.len());
         let counted = rows.iter().map(|row| row.loss_tokens()).sum::<usize>();
-        let own = batch.world.own_part(&rows, |row| row.tokens.len());
-        let mut row = own.start as u64;
-        let own = &rows[own];
-        let mut found_losses = Vec::new();
-        for micro_batch in micro_batches(own, most_rows, most_tokens, |row| (row.tokens.len(), 0)) {
+        let local = batch.world.own_part(&rows, |row| row.tokens.len());
+        let mut row = local.start as u64;
+        let local = &rows[local];
+        let mut losses = Vec::new();
+        for micro_batch in micro_batches(local, most_rows, most_tokens, |row| (row.tokens.len(), 0)) {
             let rows = (row..row + micro_batch.len() as u64).collect();
             row += micro_batch.len() as u64;
-            let (share, seed) = (config.peft.lora_dropout, config.run.seed);
-            let dropout = DropoutRows { share, seed, update: batch.update, rows };
+            let dropout =
+                DropoutRows { share: config.peft.lora_dropout, seed: config.run.seed, update: batch.update, rows };
             let inputs = RowBatch::new(micro_batch);
             let weights = weights(micro_batch, model.device());
-            let inputs = inputs.of_model().with_dropout(Some(&dropout));
-            let found = model.logprobs_backward(inputs, 1.0, |part, now| {
+            let inputs = inputs.batch().with_dropout(Some(&dropout));
+            let now = model.logprobs_backward(inputs, 1.0, |part, now| {
                 let weights = weights.as_ref().map(|all| all.narrow(0, part.start, part.end - part.start));
                 -total(&now.logprobs, weights.as_ref()) / (counted as f64 / batch.loss_scale)
             })?;
-            found_losses.push(total(&found.logprobs, weights.as_ref()));
+            losses.push(total(&now.logprobs, weights.as_ref()));
         }
-        sums.loss = read(&found_losses).fold(sums.loss, |sum, logprobs| sum - logprobs);
-        sums.tokens += own.iter().map(|row| row.loss_tokens()).sum::<usize>() as f64;
+        sums.loss = read(&losses).fold(sums.loss, |sum, logprobs| sum - logprobs);
+        sums.tokens += local.iter().map(|row| row.loss_tokens()).sum::<usize>() as f64;
         Ok(())
     }
 
@@ -380,7 +383,7 @@ impl Supervised for FineTuning<'_> {
     }
 }
 
-/// Returns which tokens of its rows a run has in the loss, for a model with a vocabulary of `vocab`.
+/// Returns the options that decide which tokens of its rows a run has in the loss, for a model with a vocabulary of `vocab`.
 pub(crate) fn learned(config: &SftConfig, vocab: i64) -> DemonstrationOptions {
     DemonstrationOptions {
         completion_only: config.completion_only_loss,
@@ -390,9 +393,9 @@ pub(crate) fn learned(config: &SftConfig, vocab: i64) -> DemonstrationOptions {
     }
 }
 
-/// Returns the rows in blocks: each row alone, or with `packing` as many together as have at most that many tokens.
+/// Returns the rows in blocks: one row per block, or with `packing` as many rows per block as fit into that many tokens.
 ///
-/// As in TRL's "bfd", the longest rows come first, and each goes where it leaves the least room. No row is cut for it.
+/// As in TRL's "bfd", the longest rows come first, and each goes where it leaves the least room. No row is cut to fit.
 pub(crate) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> Vec<Vec<Demonstration>> {
     let Some(most) = packing else { return rows.into_iter().map(|row| vec![row]).collect() };
     let mut rows = rows;
@@ -402,8 +405,8 @@ pub(crate) fn into_blocks(rows: Vec<Demonstration>, packing: Option<usize>) -> V
     let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for row in rows {
         let len = row.tokens.len();
-        let found = by_room.range_mut(len..).find_map(|(room, blocks)| Some((*room, blocks.pop()?)));
-        let (room, block) = found.unwrap_or_else(|| {
+        let fitting = by_room.range_mut(len..).find_map(|(room, blocks)| Some((*room, blocks.pop()?)));
+        let (room, block) = fitting.unwrap_or_else(|| {
             blocks.push(Vec::new());
             (most, blocks.len() - 1)
         });
@@ -421,11 +424,11 @@ fn weights(rows: &[&Demonstration], device: Device) -> Option<Tensor> {
     if rows.iter().all(|row| row.masked.is_empty()) {
         return None;
     }
-    let of = |row: &&Demonstration| {
+    let row_weights = |row: &&Demonstration| {
         let counts = |at: usize| f32::from(u8::from(!row.masked.iter().any(|range| range.contains(&at))));
         (row.loss_start..row.tokens.len()).map(counts).collect::<Vec<_>>()
     };
-    Some(on_device(&rows.iter().flat_map(of).collect::<Vec<f32>>(), device))
+    Some(on_device(&rows.iter().flat_map(row_weights).collect::<Vec<f32>>(), device))
 }
 
 /// Returns the sum of the log-probabilities in the loss.
@@ -453,7 +456,7 @@ impl<'r> RowBatch<'r> {
         }
     }
 
-    fn of_model(&self) -> Batch<'_, &'r Vec<i64>> {
+    fn batch(&self) -> Batch<'_, &'r Vec<i64>> {
         Batch::new(&self.sequences, &self.spans).with_prompts(Some(&self.prompt_lens))
     }
 }
@@ -461,8 +464,8 @@ impl<'r> RowBatch<'r> {
 /// Returns the mean negative log-likelihood per token in the loss, over the rows of all ranks.
 fn evaluate(model: &CausalLm, rows: &[Demonstration], batch_size: usize, world: &World) -> Result<f64> {
     let counted: usize = rows.iter().map(Demonstration::loss_tokens).sum();
-    let own = world.share_by(rows, |row| row.tokens.len());
-    let mut loss = [world.agree(negative_log_likelihood(model, own, batch_size))?];
+    let local_rows = world.share_by(rows, |row| row.tokens.len());
+    let mut loss = [world.agree(negative_log_likelihood(model, local_rows, batch_size))?];
     world.sum_numbers(&mut loss)?;
     Ok(loss[0] / counted as f64)
 }
@@ -472,19 +475,19 @@ fn negative_log_likelihood(model: &CausalLm, rows: &[Demonstration], batch_size:
     let mut losses = Vec::new();
     for batch in rows.chunks(batch_size) {
         let batch = batch.iter().collect::<Vec<_>>();
-        let found = tch::no_grad(|| model.logprobs_of(RowBatch::new(&batch).of_model(), 1.0, false))?;
-        losses.push(total(&found.logprobs, weights(&batch, model.device()).as_ref()));
+        let now = tch::no_grad(|| model.logprobs_of(RowBatch::new(&batch).batch(), 1.0, false))?;
+        losses.push(total(&now.logprobs, weights(&batch, model.device()).as_ref()));
     }
     Ok(read(&losses).fold(0.0, |sum, logprobs| sum - logprobs))
 }
 
-/// The numbers of scalars, in one read, which waits for the device.
+/// Reads the numbers of scalars at once, as each read waits for the device.
 fn read(scalars: &[Tensor]) -> impl Iterator<Item = f64> {
     let all = if scalars.is_empty() { Vec::new() } else { to_host(&Tensor::stack(scalars, 0)) };
     all.into_iter()
 }
 
-/// Cuts rows at their end, or prompts and responses each at theirs with the tokenizer of an encoder-decoder, and drops empty ones and those
+/// Cuts rows at their end; with the tokenizer of an encoder-decoder, prompts and responses each at their own end. Drops empty rows and rows
 /// without a token in the loss. Returns the others, with warnings.
 ///
 /// # Errors
@@ -497,7 +500,8 @@ pub(crate) fn shorten(
 ) -> Result<(Vec<Demonstration>, Vec<String>)> {
     let all = rows.len();
     rows.retain(|row| !row.tokens.is_empty());
-    let (filled, empty) = (rows.len(), all - rows.len());
+    let filled = rows.len();
+    let empty = all - rows.len();
     if rows.is_empty() {
         return Err(Error::invalid(
             path,
@@ -515,12 +519,12 @@ pub(crate) fn shorten(
     let suffix = tokenizer.is_of_encoder_decoder().then(|| tokenizer.around_prompts()).transpose()?;
     let mut cut = 0;
     for row in &mut rows {
-        let found = row.tokens.len();
+        let len_before = row.tokens.len();
         match &suffix {
             Some((_, suffix)) => row.truncate_each(max_length, suffix),
             None => row.truncate(max_length),
         }
-        cut += usize::from(row.tokens.len() < found);
+        cut += usize::from(row.tokens.len() < len_before);
     }
     rows.retain(|row| row.loss_tokens() > 0);
     let left_out = filled - untaught - rows.len();

@@ -1,4 +1,4 @@
-//! Training with one optimizer step per update, the loop of SFT, of the reward model, of DPO and of distillation.
+//! Training with one optimizer step per update: the loop of SFT, of the reward model, of DPO and of distillation.
 
 use super::{describe_machine, fixed_state, leave_report, trained_share, updates_fact};
 use crate::data::{Cursor, CursorState, Dataset, Sources};
@@ -41,7 +41,7 @@ pub(super) trait Supervised {
         sums: &mut Self::Sums,
     ) -> Result<()>;
 
-    /// Returns the number of tokens of the rows at these places, where it is among the metrics.
+    /// Returns the number of tokens of the rows at these places; `None` if it is not among the metrics.
     fn num_tokens(&self, _rows: &[usize]) -> Option<usize> {
         None
     }
@@ -49,7 +49,7 @@ pub(super) trait Supervised {
     /// Adds metrics of the whole run so far.
     fn push_so_far(&self, _metrics: &mut Metrics) {}
 
-    /// Returns responses of the last update to show, if there are some.
+    /// Returns responses of the last update that are to be shown, if there are any.
     fn take_samples(&mut self) -> Vec<Sample> {
         Vec::new()
     }
@@ -63,7 +63,7 @@ pub(super) trait Supervised {
     /// Returns whether there are held-out rows.
     fn has_eval_rows(&self) -> bool;
 
-    /// Called after each update with their number.
+    /// Called after each update with the number of updates so far.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -71,26 +71,26 @@ pub(super) trait Supervised {
         Ok(())
     }
 
-    /// Returns what a checkpoint keeps of it.
+    /// Returns the state of the task for a checkpoint.
     fn state(&self) -> TaskState {
         TaskState::default()
     }
 
-    /// Returns another model that a checkpoint keeps, with the name of its folder.
+    /// Returns another model that a checkpoint saves, with the name of its folder.
     fn saved_beside(&self) -> Option<(&'static str, &PretrainedModel<Self::Head>)> {
         None
     }
 
-    /// Restores what a checkpoint keeps of it, its `state` and files in the folder, on the ranks `world`; `has_changed`: the inputs are others.
+    /// Restores the task from a checkpoint, from its `state` and files in the folder `dir`, on the ranks `world`; `has_changed`: the inputs changed.
     ///
     /// # Errors
-    /// If the checkpoint is another run's, or damaged.
+    /// If the checkpoint belongs to another run, or is damaged.
     fn load(&mut self, _dir: &Path, _state: &TaskState, _world: &World, _has_changed: bool) -> Result<()> {
         Ok(())
     }
 }
 
-/// State of a run in a checkpoint, beside weights, optimizers and the best model, of SFT, of a reward model, of DPO and of distillation.
+/// State of a run in a checkpoint, without weights, optimizers and the best model; of SFT, of a reward model, of DPO and of distillation.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SupervisedState {
     cursor: CursorState,
@@ -104,7 +104,7 @@ pub(super) struct SupervisedState {
     loss_scale: Option<LossScaleState>,
 }
 
-/// The part of a [`SupervisedState`] that one of the trainers has.
+/// The part of a [`SupervisedState`] that only some of the trainers have.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct TaskState {
     /// The place in the texts that DPO mixes in.
@@ -123,7 +123,7 @@ pub(super) trait Sums: Default + Serialize + DeserializeOwned {
     /// Returns the updates in the sums, and the sum of their gradient norms.
     fn steps(&self, batch_size: usize) -> (f64, f64);
 
-    /// Adds the mean loss and its companions.
+    /// Adds the mean loss and the other means to the metrics.
     fn push(&self, metrics: &mut Metrics);
 
     /// Returns the numbers for the progress bar.
@@ -146,7 +146,7 @@ pub(super) trait Sums: Default + Serialize + DeserializeOwned {
 
 /// The rows of one update, the same on all ranks.
 pub(super) struct UpdateRows<'a> {
-    /// Their places in the data.
+    /// Places of the rows in the data.
     pub(super) rows: &'a [usize],
     /// The update, from 0.
     pub(super) update: u64,
@@ -154,16 +154,16 @@ pub(super) struct UpdateRows<'a> {
     pub(super) loss_scale: f64,
     /// Most tokens of a micro-batch.
     pub(super) max_tokens: usize,
-    /// The ranks that divide the rows among them: each has a part of about as many tokens. Losses are divided by the counts of
+    /// The ranks over which the rows are divided: each has a part of about as many tokens. Losses are divided by the counts of
     /// all rows.
     pub(super) world: &'a World,
 }
 
-/// Opens a run of `command` on the ranks `world`, downloads what it reads of the hub, and calls `work`, which loads and trains. The tuple has
+/// Opens a run of `command` on the ranks `world`, downloads its files from the hub, and calls `work`, which loads and trains. The tuple has
 /// the paths that the run reads, and the function that finds them.
 ///
 /// # Errors
-/// If the output folder cannot be used, or something that the run reads is missing; those of `work`.
+/// If the output folder cannot be used, or something that the run reads is missing; the errors of `work`.
 pub(super) fn with_opened<C: RunSettings>(
     command: &str,
     (config, run): (&C, &RunConfig),
@@ -191,21 +191,21 @@ pub(super) fn start_training<H: ModelHead>(
     world: &World,
 ) -> Result<Optimizer> {
     divide(model, run, world);
-    optimizer_of(model, run, optimizer)
+    build_optimizer(model, run, optimizer)
 }
 
-/// Makes a loaded model trainable, and divides it over the ranks: before another model is loaded, so that no more than one is whole in memory.
+/// Makes a loaded model trainable, and divides it over the ranks: before another model is loaded, so that only one is whole in memory at a time.
 pub(super) fn divide<H: ModelHead>(model: &mut PretrainedModel<H>, run: &RunConfig, world: &World) {
     model.set_trainable(true);
     model.set_gradient_checkpointing(run.gradient_checkpointing);
     model.shard(world, run.dist.zero_stage);
 }
 
-/// Returns the optimizer of a model that is divided.
+/// Returns the optimizer of a model that is already divided.
 ///
 /// # Errors
 /// If there is not enough memory or disk space to offload the optimizer's state.
-pub(super) fn optimizer_of<H: ModelHead>(
+pub(super) fn build_optimizer<H: ModelHead>(
     model: &PretrainedModel<H>,
     run: &RunConfig,
     optimizer: &OptimizerConfig,
@@ -250,7 +250,7 @@ pub(super) struct Loaded<'a, C, H> {
     pub(super) schedule: (f64, &'a OptimizerConfig),
     /// Order of the rows, at the start of a run.
     pub(super) cursor: Cursor,
-    /// Rows of the training data: an epoch.
+    /// Rows of the training data in an epoch.
     pub(super) num_rows: usize,
     pub(super) commits: Commits,
     pub(super) inputs: Inputs,
@@ -259,8 +259,8 @@ pub(super) struct Loaded<'a, C, H> {
     pub(super) words: Words<'a>,
 }
 
-/// Describes the run of `command` over `rows` rows in an epoch; the tuple has the settings of its
-/// folder and of its evaluations, and `logging_steps`.
+/// Describes the run of `command` over `rows` rows in an epoch; the tuple has the settings of its folder and of its evaluations, and
+/// `logging_steps`.
 pub(super) fn spec<'a, C>(
     command: &'static str,
     config: &'a C,
@@ -273,11 +273,11 @@ pub(super) fn spec<'a, C>(
     RunSpec { command, config, run, eval, logging_steps, num_updates, batch_size, epochs }
 }
 
-/// The words of a run: its title, its model card, its end.
+/// The texts of a run: its title, its model card, its end.
 pub(super) struct Words<'a> {
-    /// The model's folder; none for random weights.
+    /// The model's folder; `None` for random weights.
     pub(super) model: Option<PathBuf>,
-    /// The model as the settings name it.
+    /// The name of the model in the settings.
     pub(super) base_model: Option<&'a Path>,
     pub(super) is_adapter: bool,
     /// Name of a row in messages.
@@ -288,7 +288,7 @@ pub(super) struct Words<'a> {
     pub(super) tokenizer: String,
     /// Notes after the title.
     pub(super) notes: Vec<String>,
-    /// Metrics of the end, as pairs of a label and a metric.
+    /// Metrics that are shown at the end, as pairs of a label and a metric.
     pub(super) numbers: &'static [(&'static str, &'static str)],
     /// Commands that try the model.
     pub(super) commands: Vec<Vec<String>>,
@@ -370,7 +370,7 @@ struct Run<'a, T: Supervised, C> {
     record: RunRecord,
 }
 
-/// The optimizer of a run, and what its steps need.
+/// The optimizer of a run, and the settings and state that its steps need.
 struct Training<'a, S> {
     optimizer: Optimizer,
     /// Peak of the learning rate, and its schedule.
@@ -401,7 +401,7 @@ struct RunRecord {
 }
 
 impl<T: Supervised, C> Run<'_, T, C> {
-    /// Runs the updates that are left.
+    /// Runs the remaining updates.
     fn updates(&mut self, session: &mut Session<'_>) -> Result<()> {
         session.write_best(self)?;
         if session.starts_with_evaluation(self) {
@@ -412,8 +412,9 @@ impl<T: Supervised, C> Run<'_, T, C> {
             self.task.evaluate(&self.model, &self.world, &mut metrics)?;
             session.emit(&Event::Update { step: 0, metrics: &metrics })?;
         }
-        // Sums are restored from a checkpoint, times are not: the first line of a resumed run has those of its own updates.
-        let (mut began, mut timed) = (Instant::now(), 0);
+        // Sums are restored from a checkpoint, times are not: the first line of a resumed run has the times of its own updates.
+        let mut began = Instant::now();
+        let mut timed = 0;
         session.console().start_updates();
         while session.is_running(self)? {
             session.console().phase("training");
@@ -422,8 +423,10 @@ impl<T: Supervised, C> Run<'_, T, C> {
             timed += 1;
             let due = session.ask(self, due, self.task.has_eval_rows())?;
             session.console().advance(self.training.sums.watched());
-            let (step, stopping) = (self.progress.done + 1, session.is_stopped()?);
-            let (mut line, mut emitted) = (None, Ok(()));
+            let step = self.progress.done + 1;
+            let stopping = session.is_stopped()?;
+            let mut line = None;
+            let mut emitted = Ok(());
             if due.line || stopping {
                 let mut metrics = self.metrics(step, lr, began.elapsed().as_secs_f64() / f64::from(timed));
                 let last = stopping || step == self.spec.num_updates;
@@ -434,7 +437,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
                 emitted = session.emit(&Event::Update { step, metrics: &metrics });
                 let samples = self.task.take_samples();
                 if emitted.is_ok() && !samples.is_empty() {
-                    let (episode, source) = (step * self.spec.batch_size, SampleSource::Rollout);
+                    let episode = step * self.spec.batch_size;
+                    let source = SampleSource::Rollout;
                     emitted = session.emit(&Event::Samples { step, episode, source, samples: &samples });
                 }
                 line = Some(metrics);
@@ -456,9 +460,10 @@ impl<T: Supervised, C> Run<'_, T, C> {
         let done = self.progress.done;
         let rows = self.data.cursor.take(self.spec.batch_size);
         let loss_scale = self.training.scaler.as_ref().map_or(1.0, LossScaler::scale);
-        let (update, max_tokens) = (done as u64, self.training.max_tokens);
+        let update = done as u64;
+        let max_tokens = self.training.max_tokens;
         let batch = UpdateRows { rows: &rows, update, loss_scale, max_tokens, world: &self.world };
-        // The sums so far are the same on all ranks, and are added once.
+        // The sums so far are the same on all ranks, and must be added only once.
         if !self.world.is_main() {
             self.training.sums = T::Sums::default();
         }
@@ -495,7 +500,7 @@ impl<T: Supervised, C> Run<'_, T, C> {
         self.data.tokens_seen = self.data.tokens_seen.zip(more).map(|(seen, more)| seen + more);
     }
 
-    /// Returns the metrics after update `step`, with the `seconds` of an update.
+    /// Returns the metrics after update `step`; `seconds` is the time of one update.
     fn metrics(&self, step: usize, lr: f64, seconds: f64) -> Metrics {
         let (updates, grad_norms) = self.training.sums.steps(self.spec.batch_size);
         let mut metrics = Metrics::default();
@@ -514,16 +519,19 @@ impl<T: Supervised, C> Run<'_, T, C> {
         metrics
     }
 
-    /// Writes model, in `dtype`, and tokenizer to an empty folder.
+    /// Writes the model, in `dtype`, and the tokenizer to an empty folder.
     fn write(&self, dir: &Path, dtype: Dtype) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
         self.model.save_pretrained_as(dir, eos, pad, self.spec.run.max_shard_size.0, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }
 
-    /// Reports what the run trains, on what, and how.
+    /// Reports the model, the data and the settings of the run.
     fn report_title(&self, session: &Session<'_>) {
-        let (spec, words, console) = (self.spec, self.words, session.console());
+        let spec = self.spec;
+        let words = self.words;
+        let console = session.console();
         let mut facts = Vec::from(describe_machine(spec.run, self.training.schedule.1.optim, self.model.device()));
         facts.push(("updates", updates_fact(spec.num_updates, self.progress.done)));
         facts.push(("an update", format!("{} of {} {}", spec.batch_size, self.data.num_rows, words.unit)));
@@ -532,8 +540,8 @@ impl<T: Supervised, C> Run<'_, T, C> {
         facts.push(("trained parameters", self.record.trained.clone()));
         let limit = MicroBatchSettings::from(spec.run);
         facts.push(("micro-batches", limit.describe(self.training.max_tokens, |on| self.model.activation_bytes(on))));
-        let from = words.model.as_ref().map_or("random weights".into(), |dir| dir.display().to_string());
-        console.title(&format!("rlhf {}: {from} into {}", spec.command, spec.run.output_dir.display()), &facts);
+        let source = words.model.as_ref().map_or("random weights".into(), |dir| dir.display().to_string());
+        console.title(&format!("rlhf {}: {source} into {}", spec.command, spec.run.output_dir.display()), &facts);
         words.notes.iter().for_each(|note| console.note(note));
     }
 }
@@ -554,7 +562,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn fixed_state(&self) -> FixedState {
-        let (device, RunRecord { commits, inputs, .. }) = (self.model.device(), &self.record);
+        let device = self.model.device();
+        let RunRecord { commits, inputs, .. } = &self.record;
         fixed_state(self.spec.run, device, self.training.max_tokens, commits, inputs)
     }
 
@@ -583,7 +592,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
         }
         self.training.optimizer.load(&saved.dir.join(OPTIMIZER))?;
         self.model.load_trained(&saved.dir)?;
-        let (limit, tokens) = (MicroBatchSettings::from(self.spec.run), self.training.max_tokens);
+        let limit = MicroBatchSettings::from(self.spec.run);
+        let tokens = self.training.max_tokens;
         self.training.max_tokens = limit.resumed_tokens(self.model.device(), tokens, &fixed.micro_batch);
         Ok(())
     }
@@ -603,7 +613,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn write_beside(&self, dir: &Path) -> Result<()> {
         let Some((name, model)) = self.task.saved_beside() else { return Ok(()) };
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
         model.save_pretrained(&dir.join(name), eos, pad, self.spec.run.max_shard_size.0)
     }
 
@@ -631,7 +642,8 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
 
     fn write_bases(&mut self) -> Result<()> {
         let run = self.spec.run;
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
         self.model.keep_base(&run.output_dir.join(BASE_MODEL), eos, pad, run.max_shard_size.0)
     }
 
@@ -644,11 +656,12 @@ impl<T: Supervised, C> Trainee for Run<'_, T, C> {
     }
 
     fn save_final(&self, dir: &Path, dtype: Dtype) -> Result<()> {
-        let (spec, words) = (self.spec, self.words);
+        let spec = self.spec;
+        let words = self.words;
         let facts = [
             (
                 "started from",
-                // As the settings name it: the folder of a cache is the user's own.
+                // As the settings name it: the path of a cache folder is only valid for this user.
                 match (&words.model, words.base_model) {
                     (Some(_), Some(name)) => format!("`{}`", name.display()),
                     (Some(dir), None) => format!("`{}`", dir.display()),

@@ -17,7 +17,7 @@ use tch::Tensor;
 /// The kind of loop that [`RlhfEngine::save_state`] writes.
 const KIND: &str = "engine";
 
-/// The state of a loop, beside weights and optimizers.
+/// The state of a loop, without weights and optimizers.
 #[derive(Debug, Serialize, Deserialize)]
 struct EngineState {
     /// Optimizer steps.
@@ -27,7 +27,7 @@ struct EngineState {
     num_total_iters: Option<usize>,
     /// The last responses that were long enough to train on.
     kept: Option<KeptState>,
-    /// Their prompts and the mask of these.
+    /// The prompts of these responses, and their mask.
     last: Option<[Vec<Vec<i64>>; 2]>,
     /// The place in the prompts, where the engine reads them.
     cursor: Option<CursorState>,
@@ -52,7 +52,7 @@ impl RlhfEngine {
             ));
         }
         let last =
-            self.responses.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>([rows_of(prompts)?, rows_of(mask)?]));
+            self.responses.last.as_ref().map(|(prompts, mask)| Ok::<_, Error>([to_rows(prompts)?, to_rows(mask)?]));
         let state = EngineState {
             steps: self.steps.iterations,
             generated: self.responses.generated,
@@ -68,8 +68,8 @@ impl RlhfEngine {
         save(&self.learner, dir, (KIND, &state), |dir| self.write_exact(dir))
     }
 
-    /// Continues from the state that [`RlhfEngine::save_state`] wrote to `dir`. The engine has the settings and the models that the
-    /// interrupted one began with.
+    /// Continues from the state that [`RlhfEngine::save_state`] wrote to `dir`. The engine must have the settings and the models that the
+    /// interrupted engine began with.
     ///
     /// # Errors
     /// If `dir` has no such state, or the state of other models.
@@ -89,11 +89,11 @@ impl RlhfEngine {
         if let Some(ema) = &mut self.learner.ema {
             ema.load(&mut self.learner.policy, |policy| policy.load_trained(&dir.join(EMA)))?;
         }
-        if let (Some(own), Some(cursor)) = (&mut self.data.cursor, &cursor) {
-            own.load_state(cursor, false)?;
+        if let (Some(position), Some(cursor)) = (&mut self.data.cursor, &cursor) {
+            position.load_state(cursor, false)?;
         }
-        if let (Some(own), Some(texts)) = (&mut self.learner.unsupervised, &texts) {
-            own.load_state(texts, false)?;
+        if let (Some(position), Some(texts)) = (&mut self.learner.unsupervised, &texts) {
+            position.load_state(texts, false)?;
         }
         self.reward.load_state(&rewards)?;
         if let (Some(controller), Some(state)) = (&mut self.learner.entropy_controller, entropy_controller) {
@@ -103,10 +103,10 @@ impl RlhfEngine {
             scaling.load_state(state)?;
         }
         self.responses.kept.load_state(kept, usize::MAX)?;
-        self.responses.last = last.map(|[prompts, mask]| (tensor_of(&prompts), tensor_of(&mask)));
+        self.responses.last = last.map(|[prompts, mask]| (to_tensor(&prompts), to_tensor(&mask)));
         (self.steps.waiting, self.steps.overflow) = (None, (false, false));
         (self.steps.iterations, self.responses.generated) = (steps, generated);
-        // The one that the engine was opened with counts: the learning rates of a longer run may be wanted.
+        // The number that this engine was opened with counts: a longer run may need its learning rates.
         self.num_total_iters = self.num_total_iters.or(num_total_iters);
         self.learner.optimizers.is_half_loaded = false;
         Ok(())
@@ -119,7 +119,8 @@ impl RlhfEngine {
 
     /// Writes the trained models to the folder of a state, with every bit of them.
     fn write_exact(&self, dir: &Path) -> Result<()> {
-        let (eos, pad) = (self.tokenizer.eos_ids(), self.tokenizer.pad());
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
         let write = |dir: &Path| {
             self.learner.policy.save_pretrained(dir, eos, pad, usize::MAX)?;
             self.tokenizer.save_pretrained(dir)
@@ -133,10 +134,10 @@ impl RlhfEngine {
     }
 }
 
-fn rows_of(x: &Tensor) -> Result<Vec<Vec<i64>>> {
+fn to_rows(x: &Tensor) -> Result<Vec<Vec<i64>>> {
     Ok(Vec::try_from(x.to_kind(tch::Kind::Int64))?)
 }
 
-fn tensor_of(rows: &[Vec<i64>]) -> Tensor {
+fn to_tensor(rows: &[Vec<i64>]) -> Tensor {
     Tensor::from_slice(&rows.concat()).view([rows.len() as i64, -1])
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// The setting that has best models pushed, in errors.
+/// The setting that makes best models be pushed, in errors.
 const IF_BEST: &str = "push_to_hub_if_best_kwargs";
 
 /// Settings of a [`StepTrainer`](super::StepTrainer), with TRL's names and defaults.
@@ -245,17 +245,18 @@ impl StepConfig {
         PpoRun::new(&self.ppo())
     }
 
-    /// Refuses settings of the optimizer that other settings are in the place of.
+    /// Refuses settings of the optimizer that other settings replace.
     fn check_optimizer(&self) -> Result<()> {
-        let of_schedule = "StepTrainer::with_schedule sets the learning rate of each step";
-        let of_norm = "max_grad_norm of StepConfig is the limit";
-        let [own, usual] = [&self.optimizer, &Self::default().optimizer].map(|optimizer| json!(optimizer));
-        for (name, instead) in SCHEDULE.map(|name| (name, of_schedule)).into_iter().chain([("max_grad_norm", of_norm)])
+        let schedule_instead = "StepTrainer::with_schedule sets the learning rate of each step";
+        let norm_instead = "max_grad_norm of StepConfig is the limit";
+        let [optimizer, usual] = [&self.optimizer, &Self::default().optimizer].map(|config| json!(config));
+        for (name, instead) in
+            SCHEDULE.map(|name| (name, schedule_instead)).into_iter().chain([("max_grad_norm", norm_instead)])
         {
-            if own[name] != usual[name] {
-                let found = match &own[name] {
-                    Value::String(found) => found.clone(),
-                    found => found.as_f64().map_or("none".into(), |number| number.to_string()),
+            if optimizer[name] != usual[name] {
+                let found = match &optimizer[name] {
+                    Value::String(text) => text.clone(),
+                    other => other.as_f64().map_or("none".into(), |number| number.to_string()),
                 };
                 return Err(Error::Usage(format!("optimizer: {name} = {found} has no effect: {instead}")));
             }

@@ -13,7 +13,7 @@ use std::path::Path;
 /// The kind of loop that [`StepTrainer::save_state`] writes.
 const KIND: &str = "step";
 
-/// The state of a loop, beside weights and optimizer.
+/// The state of a loop besides the weights and the optimizer.
 #[derive(Debug, Serialize, Deserialize)]
 struct StepState {
     steps: usize,
@@ -23,7 +23,7 @@ struct StepState {
     kl: KlState,
     /// Running moments of the scores.
     scores: Moments,
-    /// The record of the best model, where one is kept.
+    /// The record of the best model, if one is kept.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     best: Value,
 }

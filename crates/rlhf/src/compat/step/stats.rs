@@ -36,7 +36,7 @@ impl Stats {
 
     /// The statistic `name`, if it exists.
     pub fn stat(&self, name: &str) -> Option<&Stat> {
-        self.0.iter().find(|(found, _)| found == name).map(|(_, stat)| stat)
+        self.0.iter().find(|(stat_name, _)| stat_name == name).map(|(_, stat)| stat)
     }
 
     /// The number `name`, if it exists.
@@ -104,7 +104,7 @@ pub struct LossInputs<'a> {
 }
 
 impl StepTrainer {
-    /// Policy and value loss of given log-probabilities and values, scalars with gradients, and their statistics by TRL's names.
+    /// Returns the policy and value losses of log-probabilities and values, as scalars with gradients, and their statistics by TRL's names.
     ///
     /// Means over the mask; the value loss is multiplied by `vf_coef`.
     pub fn loss(&self, inputs: &LossInputs<'_>) -> (Tensor, Tensor, Stats) {
@@ -142,7 +142,7 @@ impl StepTrainer {
         (policy.sum / count, value.sum * (self.config.vf_coef / count), stats)
     }
 
-    /// Statistics of the losses of optimizer steps by the names of [`StepTrainer::loss`], without those of the responses.
+    /// Loss statistics of optimizer steps by the names of [`StepTrainer::loss`], without the statistics of the responses.
     pub(super) fn loss_stats(
         &self,
         experience: &Experience,
@@ -152,12 +152,12 @@ impl StepTrainer {
         plan: &EpochPlan,
     ) -> Stats {
         let all = self.record_step_stats(experience, targets, orders, parts, plan);
-        let of_losses = all.0.into_iter().filter_map(|(name, stat)| {
+        let loss_stats = all.0.into_iter().filter_map(|(name, stat)| {
             let name = name.strip_prefix("ppo/")?;
-            let of_loss = PartLoss::NAMES.contains(&name) || name.starts_with("policy/");
-            of_loss.then(|| (name.to_string().into(), stat))
+            let is_loss = PartLoss::NAMES.contains(&name) || name.starts_with("policy/");
+            is_loss.then(|| (name.to_string().into(), stat))
         });
-        Stats(of_losses.collect())
+        Stats(loss_stats.collect())
     }
 
     /// All statistics of a step, except times and the learning rate. `orders` are the orders of the epochs, `parts` the result of
@@ -200,7 +200,8 @@ impl Stats {
         self.push("objective/kl", mean(&sums));
         self.push_list("objective/kl_dist", sums);
         self.0.push(("objective/logprobs".into(), Stat::Rows(rows.all(&e.logprobs))));
-        let reference = e.ref_logprobs.iter().map(|of| ("objective/ref_logprobs".into(), Stat::Rows(rows.all(of))));
+        let reference =
+            e.ref_logprobs.iter().map(|logprobs| ("objective/ref_logprobs".into(), Stat::Rows(rows.all(logprobs))));
         self.0.extend(reference);
         self.push("objective/kl_coef", targets.kl_coef);
         self.push("objective/entropy", mean(&entropies));
@@ -215,20 +216,23 @@ impl Stats {
         }
     }
 
-    /// Statistics of each average of losses, then their mean. `tokens` are advantages, returns and old values by row.
+    /// Adds the means of the loss statistics over `parts`. `tokens` are advantages, returns and old values by row.
     fn push_losses<'a>(
         &mut self,
         parts: impl Iterator<Item = (&'a StepStats, &'a [usize])>,
         tokens: &[Vec<Vec<f32>>; 3],
         vf_coef: f64,
     ) {
-        let (mut losses, mut advantages, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let mut losses = Vec::new();
+        let mut advantages = Vec::new();
+        let mut ratios = Vec::new();
         for (part, rows) in parts {
-            let tokens =
-                tokens.each_ref().map(|of| rows.iter().flat_map(|&row| of[row].iter().copied()).collect::<Vec<f32>>());
+            let tokens = tokens
+                .each_ref()
+                .map(|values| rows.iter().flat_map(|&row| values[row].iter().copied()).collect::<Vec<f32>>());
             losses.push(PartLoss::new(part, &tokens, vf_coef));
-            let [of_part, ..] = tokens;
-            advantages.extend(of_part);
+            let [part_advantages, ..] = tokens;
+            advantages.extend(part_advantages);
             ratios.extend_from_slice(&part.ratios);
         }
         for (at, name) in PartLoss::NAMES.iter().enumerate() {
@@ -297,25 +301,26 @@ impl PartLoss {
 
     /// From the sums of `part`, and advantages, returns and old values of its tokens.
     fn new(part: &StepStats, [advantages, returns, values]: &[Vec<f32>; 3], vf_coef: f64) -> Self {
-        let of_tokens = |sum: f64| sum / part.tokens;
-        let of_values = |sum: f64| sum / part.value_slots;
+        let token_mean = |sum: f64| sum / part.tokens;
+        let value_mean = |sum: f64| sum / part.value_slots;
         // A skipped step has losses of 0, as in TRL.
-        let of_losses = if part.skipped { 0.0 } else { 1.0 };
-        let (policy, value) = (of_losses * of_tokens(part.policy_loss), of_losses * of_values(part.value_loss));
+        let loss_scale = if part.skipped { 0.0 } else { 1.0 };
+        let policy = loss_scale * token_mean(part.policy_loss);
+        let value = loss_scale * value_mean(part.value_loss);
         Self([
             policy,
             value,
             policy + vf_coef * value,
-            of_tokens(part.entropy),
-            of_tokens(part.approx_kl),
-            of_tokens(part.policy_kl),
-            of_tokens(part.policy_clipped),
+            token_mean(part.entropy),
+            token_mean(part.approx_kl),
+            token_mean(part.policy_kl),
+            token_mean(part.policy_clipped),
             mean(advantages),
             mean(returns),
             variance(returns),
-            of_values(part.value),
-            of_values(part.value_error),
-            of_values(part.value_clipped),
+            value_mean(part.value),
+            value_mean(part.value_error),
+            value_mean(part.value_clipped),
             mean(values),
             variance(values),
         ])

@@ -1,4 +1,4 @@
-//! The parts of a step on tensors of the caller's own.
+//! The parts of a step on the caller's own tensors.
 
 use super::StepTrainer;
 use crate::rl::advantage::AdvantageEstimator;
@@ -60,7 +60,7 @@ impl StepTrainer {
         Ok(TokenRewards { rewards, non_score_rewards, kl })
     }
 
-    /// Values within `mask`, whitened advantages and returns of given values and rewards; all `[rows, slots]` f32, `mask` bool.
+    /// Values within `mask`, whitened advantages, and returns, from values and rewards; all `[rows, slots]` f32, `mask` bool.
     ///
     /// # Errors
     /// If the shapes differ.
@@ -72,7 +72,8 @@ impl StepTrainer {
                 self.config.advantage_estimator.name()
             )));
         }
-        let (values, mut rewards) = (math::keep(values, mask), math::keep(rewards, mask));
+        let values = math::keep(values, mask);
+        let mut rewards = math::keep(rewards, mask);
         if self.config.whiten_rewards {
             rewards = math::whiten(&rewards, mask, false);
         }
@@ -81,8 +82,8 @@ impl StepTrainer {
         Ok((values, math::whiten(&advantages.to_device(device), mask, true), returns.to_device(device)))
     }
 
-    /// An experience of the caller's own numbers, for [`StepTrainer::train_minibatch`]: log-probabilities and values of the policy that
-    /// sampled, `[rows, longest response]` f32 with each response from slot 0 on.
+    /// An experience with the caller's own numbers, for [`StepTrainer::train_minibatch`]: log-probabilities and values of the policy that
+    /// sampled, `[rows, longest response]` f32, where each response starts at slot 0.
     ///
     /// # Errors
     /// If the rows or the shapes do not match.
@@ -101,25 +102,25 @@ impl StepTrainer {
                 return Err(Error::Run(format!("{name}: expected shape {shape:?}, found {:?}", x.size())));
             }
         }
-        let response = |tokens: &Vec<i64>| {
-            let (tokens, logprobs, finish, sets) = (tokens.clone(), Vec::new(), FinishReason::Length, None);
-            Response { tokens, logprobs, finish, sets, inserted: Vec::new() }
+        let response = |tokens: &Vec<i64>| Response {
+            tokens: tokens.clone(),
+            logprobs: Vec::new(),
+            finish: FinishReason::Length,
+            sets: None,
+            inserted: Vec::new(),
         };
         let responses: Vec<Response> = responses.iter().map(response).collect();
         let device = self.learner.policy.device();
         let settings = RolloutSettings { response_length: longest, ..self.rollout.clone() };
         let scores = Tensor::zeros([queries.len() as i64], (Kind::Float, device));
         let mut experience = unevaluated(queries, &responses, scores.into(), &settings, device);
-        let masks = &experience.masks;
-        (experience.logprobs, experience.values) = (
-            math::keep(&logprobs.to_device(device), &masks.response),
-            math::keep(&values.to_device(device), &masks.value),
-        );
+        experience.logprobs = math::keep(&logprobs.to_device(device), &experience.masks.response);
+        experience.values = math::keep(&values.to_device(device), &experience.masks.value);
         response_masks.map_or(Ok(()), |kept| experience.leave_out(kept))?;
         Ok(experience)
     }
 
-    /// Takes one optimizer step on all rows of `experience`, with advantages and returns of the caller's own, `[rows, slots]` f32; returns
+    /// Takes one optimizer step on all rows of `experience`, with the caller's own advantages and returns, `[rows, slots]` f32; returns
     /// the statistics of its losses by TRL's names, such as `loss/policy`.
     ///
     /// # Errors

@@ -3,11 +3,11 @@
 use rlhf_lm::generate::Response;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Tokens of a response, at least: labels and numbers may be the same for many prompts.
+/// Fewest tokens of a response that is compared: labels and numbers may be the same for many prompts.
 const LEAST_TOKENS: usize = 8;
-/// Different prompts, at least.
+/// Fewest different prompts for a comparison.
 const LEAST_PROMPTS: usize = 4;
-/// Prompts and tokens of a response whose bigrams are counted, at most: a longer text repeats more of its bigrams.
+/// Most prompts, and most tokens of a response, whose bigrams are counted: a longer text repeats more of its bigrams.
 const MOST_PROMPTS: usize = 64;
 const MOST_TOKENS: usize = 64;
 
@@ -34,11 +34,11 @@ impl Likeness {
         if firsts.len() < LEAST_PROMPTS {
             return None;
         }
-        let mut prompts_of: HashMap<&[i64], HashSet<&[i64]>> = HashMap::new();
+        let mut prompts_by_response: HashMap<&[i64], HashSet<&[i64]>> = HashMap::new();
         for &(prompt, response) in &rows {
-            prompts_of.entry(response).or_default().insert(prompt);
+            prompts_by_response.entry(response).or_default().insert(prompt);
         }
-        let shared = rows.iter().filter(|(_, response)| prompts_of[response].len() > 1).count();
+        let shared = rows.iter().filter(|(_, response)| prompts_by_response[response].len() > 1).count();
         let bigrams: Vec<&[i64]> = firsts
             .values()
             .take(MOST_PROMPTS)

@@ -11,7 +11,7 @@ const EQUAL_RESPONSES: f64 = 256.0;
 const LEAST_SPREAD: f64 = 0.01;
 const SATURATED_UPDATES: usize = 5;
 
-/// Standard deviation of equal scores: rounding of their mean, per unit of it.
+/// Largest standard deviation of equal scores, which is rounding, relative to their mean.
 const EQUAL_SPREAD: f64 = 1e-6;
 
 /// Scores of the run so far.
@@ -25,7 +25,7 @@ pub(super) struct Scores {
     spread: Option<f64>,
     /// The largest deviation of an update.
     widest: f64,
-    /// Consecutive updates whose deviation is a small part of that.
+    /// Consecutive updates whose deviation is a small part of `spread`.
     saturated: usize,
     /// Consecutive responses of updates without any deviation.
     equal: f64,
@@ -55,11 +55,11 @@ impl Scores {
         }
     }
 
-    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by its standard deviation, and
-    /// within half of the largest one from the best. Few responses are left to choose from then.
+    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by at least its standard deviation, and
+    /// at most half of the largest standard deviation below the best mean. Few responses are left to choose from then.
     ///
-    /// The largest one: where few of the first responses have a reward of 1 and the others 0, the first deviation is small, and later
-    /// means differ by more than that by chance.
+    /// The best is compared by the largest deviation: where few of the first responses have a reward of 1 and the others 0, the first
+    /// deviation is small, and later means differ by more than it by chance.
     pub(super) fn solved(&self, score: f64) -> bool {
         let risen = self.first.is_some_and(|[mean, std]| score >= mean + std);
         risen && self.best.is_some_and(|best| score >= best - self.widest / 2.0)
@@ -70,7 +70,7 @@ impl Scores {
         self.equal > 0.0 || self.saturated > 0
     }
 
-    /// Returns in words that the scores, `score` on average of late, have had no spread for long.
+    /// Describes scores that have had no spread for long; `score` is their latest mean.
     pub(super) fn no_spread(&self, score: f64) -> Option<String> {
         let Self { equal, saturated, .. } = self;
         if *equal >= EQUAL_RESPONSES {
@@ -84,8 +84,8 @@ impl Scores {
         })
     }
 
-    /// Records the scores of each reward of an update of `rows` responses. Returns in words that one of several has given every response of the
-    /// run the same score.
+    /// Records the scores of each reward in an update of `rows` responses. If there are several rewards and one of them has given every
+    /// response of the run the same score, returns a description.
     pub(super) fn observe_rewards(&mut self, metrics: &Metrics, rows: f64) -> Option<String> {
         let rewards: Vec<(&str, f64)> =
             metrics.iter().filter_map(|(name, std)| Some((name.strip_prefix("objective/scores_std/")?, std))).collect();
@@ -110,9 +110,9 @@ impl Scores {
         let (name, responses) =
             self.scored.iter().find(|(name, responses)| *responses >= EQUAL_RESPONSES && constant(name))?;
         let score = metrics.get(&format!("objective/scores/{name}")).filter(|score| score.is_finite());
-        let of_late = score.map_or(String::new(), |score| format!(", {score} of late"));
+        let last_score = score.map_or(String::new(), |score| format!(", {score} of late"));
         Some(format!(
-            "the reward `{name}` has given all responses of each update the same score{of_late}, in {responses} responses"
+            "the reward `{name}` has given all responses of each update the same score{last_score}, in {responses} responses"
         ))
     }
 }

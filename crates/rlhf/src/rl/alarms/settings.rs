@@ -63,11 +63,11 @@ impl AlarmConfig {
         }
     }
 
-    /// Returns the action for an alarm: its own, else that for all. Of two for the same name the last one counts.
+    /// Returns the action for an alarm: that of its name, else that for all. Where a name is set twice, the last one counts.
     pub(crate) fn action(&self, kind: WarningKind) -> AlarmAction {
         let actions: Vec<_> = self.on_alarm.iter().rev().filter_map(|written| alarm_action(written).ok()).collect();
-        let of = |name: &str| actions.iter().find(|(of, _)| *of == name).map(|(_, action)| *action);
-        of(kind.name()).or_else(|| of(ALL_ALARMS)).unwrap_or(AlarmAction::Warn)
+        let action = |name: &str| actions.iter().find(|(known, _)| *known == name).map(|(_, action)| *action);
+        action(kind.name()).or_else(|| action(ALL_ALARMS)).unwrap_or(AlarmAction::Warn)
     }
 
     /// Returns whether an alarm may do more than warn.
@@ -112,8 +112,8 @@ mod tests {
         };
         assert_eq!(actions(&[]), [AlarmAction::Warn; 2]);
         assert!(!alarms(&["all=warn"]).acts() && alarms(&["skipped_steps=stop"]).acts());
-        let own = ["runaway_kl=rollback", "all=stop", "low_entropy=stop", "low_entropy=warn"];
-        assert_eq!(actions(&own), [AlarmAction::Rollback, AlarmAction::Warn]);
+        let mixed = ["runaway_kl=rollback", "all=stop", "low_entropy=stop", "low_entropy=warn"];
+        assert_eq!(actions(&mixed), [AlarmAction::Rollback, AlarmAction::Warn]);
         assert_eq!(actions(&["runaway_kl=warn", "all=stop"]), [AlarmAction::Warn, AlarmAction::Stop]);
         let refused = |written: &[&str], saves| alarms(written).check(saves).unwrap_err().to_string();
         assert_eq!(

@@ -4,18 +4,18 @@ use super::{FEW_UPDATES, mean};
 use rlhf_base::metrics::WarningKind;
 use serde::{Deserialize, Serialize};
 
-/// Calls per response from which on a policy calls its tools: those of one response in four.
+/// Calls per response from which on a policy counts as calling its tools: one call in four responses.
 pub(crate) const LEAST_CALLS: f64 = 0.25;
 /// Share of the most calls per response so far below which a policy has stopped calling.
 pub(crate) const LEFT_CALLS: f64 = 0.05;
-/// Responses over which calls are counted, at least; a policy that makes a call in one of ten then has neither so many nor so few by chance.
+/// Fewest responses over which calls are counted; a policy that makes a call in one of ten then has neither so many nor so few by chance.
 const CALL_WINDOW: f64 = 128.0;
 
-/// Share of calls that fail above which most do, the updates in a row for which they have to, and their calls, at least.
+/// Most calls fail above this share of failed calls; the alarm needs this in so many updates in a row, with at least so many calls.
 pub(crate) const MOST_FAILED: f64 = 0.5;
 const FAILING_UPDATES: usize = 5;
 const FAILING_CALLS: f64 = 32.0;
-/// Share of failed calls in the later half of these updates, as a share of that in the earlier half, below which a policy learns to call.
+/// A policy still learns to call while the failed share in the later half of these updates is below this part of that in the earlier half.
 const LEAST_FALL: f64 = 0.9;
 
 /// Share of the responses whose environments fail, over three updates, above which too many do.
@@ -25,7 +25,7 @@ pub(crate) const MOST_DEAD: f64 = 0.1;
 const MOST_CUT: f64 = 0.5;
 
 /// A problem in an update: its alarm, the number of the last updates that have it, and the message.
-pub(super) type Found = (WarningKind, usize, String);
+pub(super) type Problem = (WarningKind, usize, String);
 
 /// Calls, failures and ends of responses so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -34,7 +34,7 @@ pub(super) struct Tools {
     calls: Vec<[f64; 2]>,
     /// The most calls per response over as many updates.
     most_calls: f64,
-    /// Calls, and those of them that failed, of the last updates in a row with calls most of which failed.
+    /// Number of calls, and number of failed calls, of the last updates in a row that have calls most of which failed.
     failing: Vec<[f64; 2]>,
     /// Number of these updates.
     failing_updates: usize,
@@ -46,28 +46,29 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Records the metrics of an update of `responses`, with `number` those that are finite; `solved` tells whether the score is at its best.
+    /// Records the metrics of an update of `responses` responses; `number` returns a metric that is finite, and `solved` says whether the score
+    /// is at its best.
     pub(super) fn observe(
         &mut self,
         update: usize,
         number: &dyn Fn(&str) -> Option<f64>,
         responses: f64,
         solved: bool,
-    ) -> Vec<Found> {
+    ) -> Vec<Problem> {
         let Some(calls) = number("tools/call_frequency") else { return Vec::new() };
         let failed = number("tools/failure_frequency").unwrap_or(0.0);
-        let found = [
+        let problems = [
             self.no_calls(update, [calls * responses, responses]).filter(|_| !solved),
             self.failing_calls(update, [calls * responses, failed * calls * responses]),
             // Runs that end with the first failure have no such metric.
             self.failing_environments(update, number("env_failure_frequency").unwrap_or(0.0)),
         ];
-        found.into_iter().flatten().collect()
+        problems.into_iter().flatten().collect()
     }
 
-    fn no_calls(&mut self, update: usize, of_update: [f64; 2]) -> Option<Found> {
+    fn no_calls(&mut self, update: usize, counts: [f64; 2]) -> Option<Problem> {
         let window = &mut self.calls;
-        window.push(of_update);
+        window.push(counts);
         while window.len() > FEW_UPDATES && sum(&window[1..])[1] >= CALL_WINDOW {
             window.remove(0);
         }
@@ -89,8 +90,8 @@ impl Tools {
         Some((WarningKind::NoCalls, window.len(), message))
     }
 
-    fn failing_calls(&mut self, update: usize, of_update: [f64; 2]) -> Option<Found> {
-        let [calls, failed] = of_update;
+    fn failing_calls(&mut self, update: usize, counts: [f64; 2]) -> Option<Problem> {
+        let [calls, failed] = counts;
         if calls <= 0.0 {
             return None;
         }
@@ -100,7 +101,7 @@ impl Tools {
         }
         self.failing_updates += 1;
         let window = &mut self.failing;
-        window.push(of_update);
+        window.push(counts);
         if window.len() > FAILING_UPDATES {
             window.remove(0);
         }
@@ -119,7 +120,7 @@ impl Tools {
         Some((WarningKind::FailingCalls, self.failing_updates, message))
     }
 
-    fn failing_environments(&mut self, update: usize, share: f64) -> Option<Found> {
+    fn failing_environments(&mut self, update: usize, share: f64) -> Option<Problem> {
         if self.first_dead.len() < FEW_UPDATES {
             self.first_dead.push(share);
         }
@@ -139,8 +140,8 @@ impl Tools {
         Some((WarningKind::FailingEnvironments, FEW_UPDATES, message))
     }
 
-    /// Records how many of an update's responses, `all`, are cut: in the middle of a turn, or after a call whose result did not fit.
-    pub(super) fn observe_cuts(&mut self, update: usize, cut: usize, all: usize) -> Option<Found> {
+    /// Records how many of the `all` responses of an update are cut: in the middle of a turn, or after a call whose result did not fit.
+    pub(super) fn observe_cuts(&mut self, update: usize, cut: usize, all: usize) -> Option<Problem> {
         let share = cut as f64 / all as f64;
         self.cut = if share > MOST_CUT { self.cut + 1 } else { 0 };
         if self.cut < FEW_UPDATES {
@@ -168,13 +169,14 @@ mod tests {
     /// Metrics of an update.
     type Line = Vec<(&'static str, f64)>;
 
-    /// The updates, from 1, at which each alarm is found over updates of 64 responses with these metrics, and the number of updates that have it.
-    fn found(updates: impl IntoIterator<Item = Line>, solved: bool) -> Vec<(usize, WarningKind, usize)> {
-        let (mut tools, mut all) = (Tools::default(), Vec::new());
+    /// The problems in updates of 64 responses with these metrics: update, from 1, alarm, and number of updates that have it.
+    fn problems(updates: impl IntoIterator<Item = Line>, solved: bool) -> Vec<(usize, WarningKind, usize)> {
+        let mut tools = Tools::default();
+        let mut all = Vec::new();
         for (update, metrics) in (1..).zip(updates) {
-            let number = |name: &str| metrics.iter().find(|(of, _)| *of == name).map(|(_, value)| *value);
+            let number = |name: &str| metrics.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
             for (kind, since, message) in tools.observe(update, &number, 64.0, solved) {
-                // The cause ends at the first of these.
+                // The cause ends at the first "; " of the message.
                 assert_eq!(message.matches("; ").count(), 1, "{message}");
                 all.push((update, kind, since));
             }
@@ -187,14 +189,14 @@ mod tests {
     fn a_policy_that_stops_calling_is_reported_and_one_that_never_called_or_calls_less_is_not() {
         let lines =
             |calls: &[f64]| calls.iter().map(|&calls| vec![("tools/call_frequency", calls)]).collect::<Vec<Line>>();
-        let calls = |frequencies: &[f64]| found(lines(frequencies), false);
+        let calls = |frequencies: &[f64]| problems(lines(frequencies), false);
         // The mean over three updates is below 0.05 of the most, 1.2, from the seventh on.
         assert_eq!(calls(&[1.0, 1.2, 1.2, 1.2, 0.1, 0.0, 0.0]), [(7, WarningKind::NoCalls, 3)]);
         assert_eq!(calls(&[1.0, 1.2, 1.2, 1.2, 0.1, 0.1, 0.1, 0.1]), [], "less");
         assert_eq!(calls(&[0.0, 0.1, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0]), [], "hardly ever");
         assert_eq!(calls(&[1.0, 1.0, 0.0, 0.0]), [], "two updates are few");
-        assert_eq!(found(lines(&[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), true), [], "it solves its task without them");
-        assert_eq!(found(vec![vec![("env_failure_frequency", 1.0)]; 9], false), [], "no tools");
+        assert_eq!(problems(lines(&[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), true), [], "it solves its task without them");
+        assert_eq!(problems(vec![vec![("env_failure_frequency", 1.0)]; 9], false), [], "no tools");
     }
 
     #[test]
@@ -205,7 +207,7 @@ mod tests {
                 let calls = if share < 0.0 { 0.0 } else { calls };
                 vec![("tools/call_frequency", calls), ("tools/failure_frequency", share.max(0.0))]
             };
-            found(shares.iter().map(line), false)
+            problems(shares.iter().map(line), false)
         };
         let at = |update, since| (update, WarningKind::FailingCalls, since);
         assert_eq!(failing(1.0, &[0.4, 0.9, 0.8, 0.9, 0.9, 0.8]), [at(6, 5)]);
@@ -224,7 +226,7 @@ mod tests {
                 let dead = (share > 0.0).then_some(("env_failure_frequency", share));
                 std::iter::once(("tools/call_frequency", 1.0)).chain(dead).collect()
             };
-            found(shares.iter().map(line), false)
+            problems(shares.iter().map(line), false)
         };
         assert_eq!(failing(&[0.0, 0.0, 0.0, 0.1, 0.1, 0.2]), [(6, WarningKind::FailingEnvironments, 3)]);
         assert_eq!(failing(&[0.2, 0.0, 0.0, 0.2, 0.05, 0.0]), [], "once in a while");

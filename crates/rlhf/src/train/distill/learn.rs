@@ -19,7 +19,7 @@ use std::time::Instant;
 use tch::{Kind, Tensor};
 use tch_ext::to_host;
 
-/// Responses of `log_completions`, where their number is not set.
+/// Number of responses that `log_completions` shows by default.
 const SHOWN: usize = 5;
 
 /// The model whose responses are learned.
@@ -34,51 +34,51 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Returns that of an update; a function of the seed and the update.
+    /// Returns the source of an update; it depends on the seed and the update only.
     pub(crate) fn of_update(config: &DistillConfig, update: u64) -> Self {
         let drawn = || Stream::new(config.run.seed, Purpose::OnPolicy, update, 0).uniform();
         if config.lmbda == 1.0 || (config.lmbda > 0.0 && drawn() < config.lmbda) {
             Self::Student
         } else {
-            Self::of_others(config)
+            Self::offline(config)
         }
     }
 
-    /// Returns those that the updates of a run have.
+    /// Returns the sources of all updates of a run.
     pub(crate) fn of_run(config: &DistillConfig) -> Vec<Self> {
-        let own = (config.lmbda > 0.0).then_some(Self::Student);
-        let others = (config.lmbda < 1.0).then(|| Self::of_others(config));
-        own.into_iter().chain(others).collect()
+        let on_policy = (config.lmbda > 0.0).then_some(Self::Student);
+        let offline = (config.lmbda < 1.0).then(|| Self::offline(config));
+        on_policy.into_iter().chain(offline).collect()
     }
 
-    fn of_others(config: &DistillConfig) -> Self {
+    fn offline(config: &DistillConfig) -> Self {
         if config.seq_kd { Self::Teacher } else { Self::Rows }
     }
 
-    /// Returns that of evaluations: the dataset's responses where a run learns them.
+    /// Returns the source of evaluations: the dataset's responses where a run learns them.
     fn of_evaluation(config: &DistillConfig) -> Self {
-        if config.reads_responses() || config.lmbda == 0.0 { Self::of_others(config) } else { Self::Student }
+        if config.reads_responses() || config.lmbda == 0.0 { Self::offline(config) } else { Self::Student }
     }
 }
 
 /// Numbers of the tokens of a pass, `[M]` each.
-struct Found {
+struct TokenNumbers {
     loss: Tensor,
     entropy: Tensor,
     logprobs: Tensor,
     teacher_logprobs: Tensor,
 }
 
-impl From<TokenDivergences> for Found {
-    fn from(found: TokenDivergences) -> Self {
-        let TokenDivergences { divergence, logprobs, teacher_logprobs, entropy } = found;
+impl From<TokenDivergences> for TokenNumbers {
+    fn from(divergences: TokenDivergences) -> Self {
+        let TokenDivergences { divergence, logprobs, teacher_logprobs, entropy } = divergences;
         Self { loss: divergence, entropy, logprobs, teacher_logprobs }
     }
 }
 
-impl Found {
-    /// Numbers of a policy gradient, whose loss is the difference of both log-probabilities.
-    fn of_logprobs(now: &TokenLogprobs, teacher_logprobs: Tensor) -> Self {
+impl TokenNumbers {
+    /// Numbers of a policy gradient, whose loss is the difference of the two log-probabilities.
+    fn from_logprobs(now: &TokenLogprobs, teacher_logprobs: Tensor) -> Self {
         let logprobs = now.logprobs.detach();
         let entropy = now.entropy.as_ref().map_or_else(|| logprobs.zeros_like(), Tensor::detach);
         Self { loss: &logprobs - &teacher_logprobs, entropy, logprobs, teacher_logprobs }
@@ -92,7 +92,7 @@ impl Found {
 }
 
 impl PassSums {
-    /// Reads sums of passes from the device, in one go.
+    /// Reads the sums of passes from the device at once.
     fn read(passes: &[Tensor], tokens: usize) -> Self {
         let mut sums = Self { tokens: tokens as f64, ..Self::default() };
         if passes.is_empty() {
@@ -118,7 +118,7 @@ impl Distillation<'_> {
         self.config.compares_slices([student, &self.teacher].map(|model| model.config().vocab_size))
     }
 
-    /// Samples responses to the prompts of `rows`, on all ranks, unless `source` is the dataset; `purpose` and `step` key the draws. A response
+    /// Samples responses to the prompts of `rows`, on all ranks; `None` if `source` is the dataset. `purpose` and `step` key the draws. A response
     /// ends before an id that one of the models does not have.
     fn responses(
         &self,
@@ -129,14 +129,14 @@ impl Distillation<'_> {
         world: &World,
     ) -> Result<Option<Vec<Response>>> {
         let config = self.config;
-        let by = match source {
+        let sampler = match source {
             Source::Rows => return Ok(None),
             Source::Student => student,
             Source::Teacher => &self.teacher,
         };
         let prompts: Vec<&[i64]> = rows.iter().map(|row| row.prompt()).collect();
-        let _loaded = by.loaded()?;
-        let _gathered = config.ds3_gather_for_generation.then(|| by.gathered()).transpose()?;
+        let _loaded = sampler.loaded()?;
+        let _gathered = config.ds3_gather_for_generation.then(|| sampler.gathered()).transpose()?;
         let generation = GenerationConfig {
             stop_token_ids: self.tokenizer.eos_ids().to_vec(),
             stop_strings: self.stop_strings.clone(),
@@ -148,13 +148,13 @@ impl Distillation<'_> {
             min_new_tokens: config.sampling.min_new_tokens,
             ..GenerationConfig::new(config.sampled_by(), config.max_completion_length)
         };
-        let mut responses = generate_on(world, by, &prompts, &generation)?;
+        let mut responses = generate_on(world, sampler, &prompts, &generation)?;
         let vocab = self.common_vocab(student);
         responses.iter_mut().for_each(|response| end_before_unknown(response, vocab));
         Ok(Some(responses))
     }
 
-    /// Forward and backward passes over this rank's part of `rows`. Returns the sums over their tokens and, if they are `shown`, the teacher's
+    /// Forward and backward passes over this rank's part of `rows`. Returns the sums over their tokens and, if `shown`, the teacher's
     /// mean log-probability of each row of the part.
     pub(super) fn learn(
         &self,
@@ -163,88 +163,93 @@ impl Distillation<'_> {
         rows: &[&DistillRow],
         shown: bool,
     ) -> Result<(PassSums, Vec<f64>)> {
-        let (config, device) = (self.config, model.device());
+        let config = self.config;
+        let device = model.device();
         let counted = rows.iter().map(|row| row.loss_tokens()).sum::<usize>().max(1);
         let factor = batch.loss_scale / counted as f64;
-        let own = batch.world.own_part(rows, |row| row.tokens.len());
-        let (mut first, own) = (own.start as u64, &rows[own]);
+        let local = batch.world.own_part(rows, |row| row.tokens.len());
+        let mut first = local.start as u64;
+        let local = &rows[local];
         let share = if config.disable_dropout { 0.0 } else { config.peft.lora_dropout };
-        let (mut passes, mut likelihoods) = (Vec::new(), Vec::new());
+        let mut passes = Vec::new();
+        let mut likelihoods = Vec::new();
         let _loaded = self.teacher.loaded()?;
         let most_rows = config.batches().rows_per_pass();
-        for part in micro_batches(own, most_rows, batch.max_tokens, |row| (row.tokens.len(), 0)) {
-            let (inputs, mask) = (PassInputs::new(part), PassInputs::mask(part, device));
+        for part in micro_batches(local, most_rows, batch.max_tokens, |row| (row.tokens.len(), 0)) {
+            let inputs = PassInputs::new(part);
+            let mask = PassInputs::mask(part, device);
             let places = (first..first + part.len() as u64).collect();
             first += part.len() as u64;
             let dropout = DropoutRows { share, seed: config.run.seed, update: batch.update, rows: places };
-            let found = self.pass(model, &inputs, &dropout, &(&mask * factor))?;
-            passes.push(found.sums(&mask));
+            let numbers = self.pass(model, &inputs, &dropout, &(&mask * factor))?;
+            passes.push(numbers.sums(&mask));
             if shown {
                 let lens = inputs.lens();
-                // The mean of none is not a number; such a response is not shown.
-                let of_rows = found.teacher_logprobs.split_with_sizes(&lens, 0);
-                let means: Vec<Tensor> = of_rows.iter().map(|x| x.mean(Kind::Double)).collect();
+                // The mean over no tokens is NaN; such a response is not shown.
+                let row_logprobs = numbers.teacher_logprobs.split_with_sizes(&lens, 0);
+                let means: Vec<Tensor> = row_logprobs.iter().map(|x| x.mean(Kind::Double)).collect();
                 likelihoods.extend(to_host(&Tensor::stack(&means, 0)));
             }
         }
-        let tokens = own.iter().map(|row| row.loss_tokens()).sum();
+        let tokens = local.iter().map(|row| row.loss_tokens()).sum();
         Ok((PassSums::read(&passes, tokens), likelihoods))
     }
 
-    /// Forward and backward pass of the sum of the losses of the tokens, each times its weight of `weights` `[M]`.
+    /// Forward and backward pass of the sum of the losses of the tokens, each times its weight in `weights` `[M]`.
     fn pass(
         &self,
         model: &CausalLm,
         inputs: &PassInputs<'_>,
         dropout: &DropoutRows,
         weights: &Tensor,
-    ) -> Result<Found> {
-        let passed = inputs.of_model().with_dropout((dropout.share > 0.0).then_some(dropout));
+    ) -> Result<TokenNumbers> {
+        let passed = inputs.batch().with_dropout((dropout.share > 0.0).then_some(dropout));
         if self.compares_slices(model) {
-            let of = self.teacher.distributions(inputs.of_model())?;
+            let distributions = self.teacher.distributions(inputs.batch())?;
             let all: Vec<usize> = (0..dropout.rows.len()).collect();
-            let teacher = TeacherRows { of: &of, rows: &all };
+            let teacher = TeacherRows { of: &distributions, rows: &all };
             return Ok(model.divergence_backward(passed, teacher, &self.config.divergence(), weights)?.into());
         }
         let temperature = self.config.temperature_of_loss();
-        let teacher = tch::no_grad(|| self.teacher.logprobs_of(inputs.of_model(), temperature, false))?.logprobs;
+        let teacher = tch::no_grad(|| self.teacher.logprobs_of(inputs.batch(), temperature, false))?.logprobs;
         let options = LogprobOptions { entropy: true, ..temperature.into() };
         let now = model.logprobs_backward(passed, options, |part, now| {
-            let of_part = |x: &Tensor| x.narrow(0, part.start, part.end - part.start);
+            let slice = |x: &Tensor| x.narrow(0, part.start, part.end - part.start);
             let sampled = now.logprobs.detach();
-            let advantages = of_part(&teacher) - &sampled;
-            // The tokens are sampled by these weights: the ratio is 1, and has the gradient of the log-probability.
+            let advantages = slice(&teacher) - &sampled;
+            // The weights that sampled the tokens are these: the ratio is 1, and has the gradient of the log-probability.
             let ratio = (&now.logprobs - sampled).exp();
-            -(ratio * advantages * of_part(weights)).sum(Kind::Float)
+            -(ratio * advantages * slice(weights)).sum(Kind::Float)
         })?;
-        Ok(Found::of_logprobs(&now, teacher))
+        Ok(TokenNumbers::from_logprobs(&now, teacher))
     }
 
     /// Sums over the tokens of this rank's part of `rows`, without a gradient.
     pub(super) fn measured(&self, model: &CausalLm, rows: &[&DistillRow], world: &World) -> Result<PassSums> {
-        let own = world.share_by(rows, |row| row.tokens.len());
+        let local = world.share_by(rows, |row| row.tokens.len());
         let mut passes = Vec::new();
         let _loaded = self.teacher.loaded()?;
-        for part in own.chunks(self.config.per_device_eval_batch_size) {
-            let (inputs, mask) = (PassInputs::new(part), PassInputs::mask(part, model.device()));
-            let found: Found = if self.compares_slices(model) {
-                let of = self.teacher.distributions(inputs.of_model())?;
+        for part in local.chunks(self.config.per_device_eval_batch_size) {
+            let inputs = PassInputs::new(part);
+            let mask = PassInputs::mask(part, model.device());
+            let numbers: TokenNumbers = if self.compares_slices(model) {
+                let distributions = self.teacher.distributions(inputs.batch())?;
                 let all: Vec<usize> = (0..part.len()).collect();
-                let teacher = TeacherRows { of: &of, rows: &all };
-                model.divergences(inputs.of_model(), teacher, &self.config.divergence())?.into()
+                let teacher = TeacherRows { of: &distributions, rows: &all };
+                model.divergences(inputs.batch(), teacher, &self.config.divergence())?.into()
             } else {
                 let temperature = self.config.temperature_of_loss();
-                let logprobs = |of: &CausalLm| tch::no_grad(|| of.logprobs_of(inputs.of_model(), temperature, true));
-                Found::of_logprobs(&logprobs(model)?, logprobs(&self.teacher)?.logprobs)
+                let logprobs = |model: &CausalLm| tch::no_grad(|| model.logprobs_of(inputs.batch(), temperature, true));
+                TokenNumbers::from_logprobs(&logprobs(model)?, logprobs(&self.teacher)?.logprobs)
             };
-            passes.push(found.sums(&mask));
+            passes.push(numbers.sums(&mask));
         }
-        Ok(PassSums::read(&passes, own.iter().map(|row| row.loss_tokens()).sum()))
+        Ok(PassSums::read(&passes, local.iter().map(|row| row.loss_tokens()).sum()))
     }
 
-    /// Rows of a table of the first `responses`, to show.
+    /// Rows of a table that shows the first `responses`.
     fn samples(&self, rows: &[&DistillRow], responses: &[Response], scores: &[f64]) -> Result<Vec<Sample>> {
-        let of = |((row, response), score): ((&&DistillRow, &Response), &f64)| {
+        let sample = |((row, response), score): ((&&DistillRow, &Response), &f64)| {
             Ok(Sample {
                 prompt: self.tokenizer.decode_verbatim(row.prompt())?,
                 response: self.tokenizer.decode(&response.tokens)?,
@@ -260,11 +265,11 @@ impl Distillation<'_> {
             })
         };
         let most = self.config.num_completions_to_print.unwrap_or(SHOWN);
-        rows.iter().zip(responses).zip(scores).filter(|(_, score)| score.is_finite()).take(most).map(of).collect()
+        rows.iter().zip(responses).zip(scores).filter(|(_, score)| score.is_finite()).take(most).map(sample).collect()
     }
 }
 
-/// The rows of `responses` to the prompts of `asked`.
+/// The rows of the sampled `responses` to the prompts of `asked`.
 fn sampled_rows(asked: &[&DistillRow], responses: &[Response]) -> Vec<DistillRow> {
     asked.iter().zip(responses).map(|(row, response)| DistillRow::sampled(row.prompt(), response)).collect()
 }
@@ -281,15 +286,15 @@ impl Supervised for Distillation<'_> {
         let seconds = began.elapsed().as_secs_f64();
         let sampled = responses.as_deref().map(|responses| sampled_rows(&asked, responses));
         let rows: Vec<&DistillRow> = sampled.as_ref().map_or(asked.clone(), |sampled| sampled.iter().collect());
-        // Rows of like length share a micro-batch: less padding in attention, the same sum.
+        // Rows of similar length share a micro-batch: less padding in attention, the same sum.
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by_key(|&at| rows[at].tokens.len());
         let sorted: Vec<&DistillRow> = order.iter().map(|&at| rows[at]).collect();
         let shows = self.config.log_completions && responses.is_some();
-        let (found, likelihoods) = batch.world.agree(self.learn(model, batch, &sorted, shows))?;
-        sums.add_passes(&found, source == Source::Student);
+        let (pass_sums, likelihoods) = batch.world.agree(self.learn(model, batch, &sorted, shows))?;
+        sums.add_passes(&pass_sums, source == Source::Student);
         let num_tokens: usize = rows.iter().map(|row| row.tokens.len()).sum();
-        // Of an update that samples nothing there is nothing to show, and not what an earlier one has sampled.
+        // An update that samples nothing shows nothing, not the responses of an earlier update.
         let mut shown = Vec::new();
         if shows {
             let all = batch.world.gather_numbers(&likelihoods)?.concat();
@@ -318,13 +323,13 @@ impl Supervised for Distillation<'_> {
             return Ok(());
         }
         let asked: Vec<&DistillRow> = self.eval.iter().collect();
-        // The same draws each time: where two evaluations differ, the student does.
+        // The same draws each time, so that a difference between two evaluations is one of the student.
         let source = Source::of_evaluation(self.config);
         let responses = self.responses(source, model, &asked, (Purpose::Evaluation, 0), world)?;
         let sampled = responses.map(|responses| sampled_rows(&asked, &responses));
         let rows: Vec<&DistillRow> = sampled.as_ref().map_or(asked, |sampled| sampled.iter().collect());
-        let own = world.agree(self.measured(model, &rows, world))?;
-        let mut sums = [own.loss, own.entropy, own.tokens];
+        let local = world.agree(self.measured(model, &rows, world))?;
+        let mut sums = [local.loss, local.entropy, local.tokens];
         world.sum_numbers(&mut sums)?;
         if sums[2] > 0.0 {
             metrics.push("eval_loss", sums[0] / sums[2]);

@@ -11,10 +11,10 @@ use std::path::Path;
 use tch::{Device, Tensor};
 use tch_ext::on_device;
 
-/// A prompt with a response; of a dataset whose responses are not read, the prompt alone.
+/// A prompt with a response; the prompt alone where the responses of the dataset are not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DistillRow {
-    /// Token ids of both.
+    /// Token ids of prompt and response.
     pub(crate) tokens: Vec<i64>,
     /// Number of tokens of the prompt.
     pub(super) prompt_len: usize,
@@ -72,9 +72,9 @@ pub(super) fn end_before_unknown(response: &mut Response, vocab: i64) {
 
 /// Limits of the rows.
 pub(super) struct Limits {
-    /// Ids of rows are below it: those that both models have.
+    /// Ids of rows are below this: both models have them.
     pub(super) vocab: i64,
-    /// The limit of prompts to which responses are sampled; none where none are.
+    /// The limit of prompts to which responses are sampled; `None` where no responses are sampled.
     pub(super) prompt: Option<PromptLimit>,
     /// Most tokens of a prompt with the response of its row.
     pub(super) max_length: usize,
@@ -93,7 +93,7 @@ pub(super) fn read_rows(
     let dataset = dataset.with_divided_conversations(config.reads_responses())?;
     match limits.prompt.filter(|_| !config.reads_responses()) {
         Some(limit) => {
-            let dataset = dataset.with_prompts_of_labelled(limits.vocab)?;
+            let dataset = dataset.with_labelled_prompts(limits.vocab)?;
             let (prompts, note) = dataset.prompts_within(tokenizer, limits.vocab, limit)?;
             let row = |tokens: Vec<i64>| DistillRow { prompt_len: tokens.len(), tokens, masked: Vec::new() };
             Ok((prompts.into_iter().map(|prompt| row(prompt.tokens)).collect(), note.into_iter().collect()))
@@ -102,7 +102,7 @@ pub(super) fn read_rows(
     }
 }
 
-/// As [`read_rows`], of rows whose responses are read too.
+/// [`read_rows`] for rows whose responses are read too.
 fn read_demonstrations(
     dataset: &Dataset,
     config: &DistillConfig,
@@ -111,11 +111,12 @@ fn read_demonstrations(
 ) -> Result<(Vec<DistillRow>, Vec<String>)> {
     let other_template = "rlhf sft --chat_template_path saves a model with another template";
     let options = DemonstrationOptions { vocab: limits.vocab, ..DemonstrationOptions::default() };
-    let (found, note) = dataset.demonstrations_noted(tokenizer, &options, other_template)?;
-    let (all, mut cut, mut left_out, mut long, mut rows) = (found.len(), 0, 0, 0, Vec::new());
-    let mut shortened = 0;
-    for (at, demonstration) in found.into_iter().enumerate() {
-        let mut row = row_of(demonstration);
+    let (demonstrations, note) = dataset.demonstrations_noted(tokenizer, &options, other_template)?;
+    let all = demonstrations.len();
+    let mut rows = Vec::new();
+    let (mut cut, mut left_out, mut long, mut shortened) = (0, 0, 0, 0);
+    for (at, demonstration) in demonstrations.into_iter().enumerate() {
+        let mut row = to_row(demonstration);
         let had_prompt = row.prompt_len > 0;
         if limits.prompt.is_some() && !had_prompt && !row.tokens.is_empty() {
             let message = "expected a prompt, to which a response is sampled, found a text without one; lmbda = 0 learns from texts";
@@ -151,45 +152,46 @@ fn read_demonstrations(
         rows.push(row);
     }
     let name = dataset.path();
-    let of_prompts =
+    let prompt_limit =
         limits.prompt.map_or(String::new(), |limit| format!("{} tokens ({})", limit.max_length(), limit.reason()));
     if rows.is_empty() {
-        return Err(none_left(name, all, limits.max_length, (long, &of_prompts)));
+        return Err(none_left(name, all, limits.max_length, (long, &prompt_limit)));
     }
     let mut warnings: Vec<String> = note.into_iter().chain(dataset.note_on_media()).collect();
-    let (name, most) = (name.display(), limits.max_length);
+    let name = name.display();
+    let most = limits.max_length;
     let noted = [
         (cut, format!("were cut at their start to max_length = {most} tokens")),
         (left_out, "were left out: no prompt or no token to learn is left".into()),
-        (shortened, format!("lost the start of their prompt, which had more than {of_prompts}")),
-        (long, format!("were dropped: their prompt has more than {of_prompts}")),
+        (shortened, format!("lost the start of their prompt, which had more than {prompt_limit}")),
+        (long, format!("were dropped: their prompt has more than {prompt_limit}")),
     ];
     warnings
         .extend(noted.into_iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{name}: {n} of {all} rows {what}")));
     Ok((rows, warnings))
 }
 
-/// Returns the row of a demonstration, whose prompt is what comes before the loss.
-fn row_of(demonstration: Demonstration) -> DistillRow {
+/// Returns the row of a demonstration; its prompt is the part before the loss.
+fn to_row(demonstration: Demonstration) -> DistillRow {
     let Demonstration { tokens, prompt_len, loss_start, masked } = demonstration;
-    // Rows of token ids have a mask in the place of a prompt; the first token of a text is never in the loss.
+    // Rows of token ids have a mask instead of a prompt; the first token of a text is never in the loss.
     let prompt_len = if prompt_len == 0 && loss_start == 1 { 0 } else { loss_start };
     DistillRow { tokens, prompt_len, masked }
 }
 
-/// The error of a dataset without a row that is left; `long` rows have a prompt with more tokens than its limit.
-fn none_left(path: &Path, all: usize, max_length: usize, (long, of_prompts): (usize, &str)) -> Error {
+/// The error of a dataset that has no row left; `long` rows have a prompt with more tokens than its limit.
+fn none_left(path: &Path, all: usize, max_length: usize, (long, prompt_limit): (usize, &str)) -> Error {
     let message = if long == all {
-        format!("each of {all} rows was dropped: their prompts have more than {of_prompts}")
+        format!("each of {all} rows was dropped: their prompts have more than {prompt_limit}")
     } else {
         let more =
-            if long == 0 { String::new() } else { format!(", or {long} of them a prompt with at most {of_prompts}") };
+            if long == 0 { String::new() } else { format!(", or {long} of them a prompt with at most {prompt_limit}") };
         format!("none of {all} rows has a prompt and a token to learn within max_length = {max_length} tokens{more}")
     };
     Error::invalid(path, message)
 }
 
-/// Rows as models take them.
+/// Rows as the models take them.
 pub(super) struct PassInputs<'r> {
     sequences: Vec<&'r Vec<i64>>,
     spans: Vec<Range<usize>>,
@@ -203,17 +205,17 @@ impl<'r> PassInputs<'r> {
         }
     }
 
-    pub(super) fn of_model(&self) -> Batch<'_, &'r Vec<i64>> {
+    pub(super) fn batch(&self) -> Batch<'_, &'r Vec<i64>> {
         Batch::new(&self.sequences, &self.spans)
     }
 
-    /// 1 for each of the M tokens that is in the loss, else 0, f32.
+    /// 1 for each of the M tokens that is in the loss, 0 for the others, f32.
     pub(super) fn mask(rows: &[&DistillRow], device: Device) -> Tensor {
-        let of = |row: &&DistillRow| {
+        let row_mask = |row: &&DistillRow| {
             let counts = |at: usize| f32::from(u8::from(!row.masked.iter().any(|range| range.contains(&at))));
             row.span().map(counts).collect::<Vec<_>>()
         };
-        on_device(&rows.iter().flat_map(of).collect::<Vec<f32>>(), device)
+        on_device(&rows.iter().flat_map(row_mask).collect::<Vec<f32>>(), device)
     }
 
     /// Number of tokens of each sequence's span.

@@ -43,7 +43,8 @@ fn config() -> DistillConfig {
 fn task<'a>(config: &'a DistillConfig, rows: Vec<DistillRow>, teacher: &str) -> Distillation<'a> {
     let tokenizer = Tokenizer::from_pretrained(&golden().join("trl_new/init/llama_policy")).unwrap();
     let train = Gathered { lens: vec![rows.len()], rows, warnings: Vec::new() };
-    let (eval, stop_strings) = (Vec::new(), None);
+    let eval = Vec::new();
+    let stop_strings = None;
     Distillation {
         config,
         teacher: load(teacher),
@@ -62,7 +63,8 @@ fn ids(value: &Value) -> Vec<i64> {
 
 /// A row of tokens and labels, as TRL has them.
 fn labelled(row: &Value) -> DistillRow {
-    let (tokens, labels) = (ids(&row[0]), ids(&row[1]));
+    let tokens = ids(&row[0]);
+    let labels = ids(&row[1]);
     let prompt_len = labels.iter().take_while(|label| **label == -100).count();
     DistillRow { tokens, prompt_len, masked: Vec::new() }
 }
@@ -73,9 +75,9 @@ fn learn(task: &Distillation<'_>, model: &CausalLm, rows: &[DistillRow], max_tok
     let world = World::single();
     let batch = UpdateRows { rows: &places, update: 0, loss_scale: 1.0, max_tokens, world: &world };
     let rows: Vec<&DistillRow> = rows.iter().collect();
-    let (found, _) = task.learn(model, &batch, &rows, false).unwrap();
+    let (pass_sums, _) = task.learn(model, &batch, &rows, false).unwrap();
     let mut sums = Totals::default();
-    sums.add_passes(&found, true);
+    sums.add_passes(&pass_sums, true);
     sums.add_step(0.0);
     let mut metrics = Metrics::default();
     sums.push(&mut metrics);
@@ -86,16 +88,16 @@ fn assert_near(found: f64, expected: f64, what: &str) {
     assert!((found - expected).abs() < TOLERANCE * expected.abs().max(1.0), "{what}: {found} is not {expected}");
 }
 
-/// Compares the weights of a run with those that are stored of it.
+/// Compares the weights of a run with the stored ones.
 fn assert_weights(name: &str, model: &CausalLm) {
     let stored = Tensor::read_safetensors(golden().join("trl_distill/final.safetensors")).unwrap();
     let prefix = format!("{name}.");
     let mut compared = 0;
     for (name, expected) in stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor))) {
         let (whole, thinned) = name.split_once('[').map_or((name, false), |(whole, _)| (whole, true));
-        let own = whole.trim_start_matches("base_model.model.").replace(".default", "");
-        let found = model.params().iter().find(|param| param.name.replace("base_model.model.", "") == own);
-        let found = found.unwrap_or_else(|| panic!("{own}")).tensor.detach();
+        let param_name = whole.trim_start_matches("base_model.model.").replace(".default", "");
+        let found = model.params().iter().find(|param| param.name.replace("base_model.model.", "") == param_name);
+        let found = found.unwrap_or_else(|| panic!("{param_name}")).tensor.detach();
         let found = if thinned { found.slice(0, None, None, 7) } else { found };
         let gap = (found - expected).abs().max().double_value(&[]);
         assert!(gap < TOLERANCE, "{prefix}{name}: {gap:e}");
@@ -162,9 +164,9 @@ fn runs_on_the_students_responses_have_the_numbers_of_trls_distillation_trainer_
             let responses: Vec<Response> = pairs.into_iter().map(|(_, response)| response).collect();
             sums.add_responses(&responses, true, 0.0);
             sums.add_step(0.0);
-            let mut of_responses = Metrics::default();
-            sums.push(&mut of_responses);
-            for (metric, found) in of_responses.iter().filter(|(metric, _)| metric.starts_with("completions/")) {
+            let mut response_metrics = Metrics::default();
+            sums.push(&mut response_metrics);
+            for (metric, found) in response_metrics.iter().filter(|(metric, _)| metric.starts_with("completions/")) {
                 assert_near(found, expected(metric), metric);
             }
             let norm = optimizer.step(expected("learning_rate")).unwrap();
@@ -237,7 +239,8 @@ fn small_passes_have_the_gradients_of_large_ones_for_each_loss() {
             let metrics = learn(&task, &model, &rows, max_tokens);
             (gradients(&model), metrics)
         });
-        let (gap, size) = ((&large.0 - &small.0).abs().max(), large.0.abs().max());
+        let gap = (&large.0 - &small.0).abs().max();
+        let size = large.0.abs().max();
         assert!(gap.double_value(&[]) < 1e-5 * size.double_value(&[]).max(1e-2), "{loss:?} {beta}: {gap:?} {size:?}");
         for ((name, large), (_, small)) in large.1.iter().zip(small.1.iter()) {
             assert_near(small, large, name);
@@ -251,17 +254,17 @@ fn a_policy_gradient_is_that_of_log_probabilities_times_the_difference_to_the_te
     let mut config = config();
     (config.loss.loss_type, config.temperature) = (DistillLoss::ReverseKlAdvantage, 0.8);
     let task = task(&config, Vec::new(), "llama_ref");
-    let [mut own, mut plain] = [load("llama_policy"), load("llama_policy")];
-    own.set_trainable(true);
+    let [mut trained, mut plain] = [load("llama_policy"), load("llama_policy")];
+    trained.set_trainable(true);
     plain.set_trainable(true);
-    let metrics = learn(&task, &own, &rows, 4096);
+    let metrics = learn(&task, &trained, &rows, 4096);
     let sequences: Vec<&Vec<i64>> = rows.iter().map(|row| &row.tokens).collect();
     let spans: Vec<_> = rows.iter().map(|row| row.prompt_len..row.tokens.len()).collect();
-    let logprobs = |of: &CausalLm| of.logprobs_of(Batch::new(&sequences, &spans), 0.8, false).unwrap().logprobs;
+    let logprobs = |model: &CausalLm| model.logprobs_of(Batch::new(&sequences, &spans), 0.8, false).unwrap().logprobs;
     let (student, teacher) = (logprobs(&plain), logprobs(&task.teacher).detach());
     let ratio = student.detach() - &teacher;
     (&ratio * &student).mean(Kind::Float).backward();
-    let gap = (gradients(&own) - gradients(&plain)).abs().max().double_value(&[]);
+    let gap = (gradients(&trained) - gradients(&plain)).abs().max().double_value(&[]);
     assert!(gap < 1e-6, "{gap:e}");
     // The value is the estimate of the reverse KL divergence that the gradient lowers.
     let mean = ratio.mean(Kind::Double).double_value(&[]);
@@ -272,13 +275,14 @@ fn a_policy_gradient_is_that_of_log_probabilities_times_the_difference_to_the_te
 #[test]
 fn the_numbers_of_a_row_do_not_depend_on_its_company() {
     let rows: Vec<DistillRow> = runs()["rows.ids"].as_array().unwrap().iter().map(labelled).collect();
-    let (mut config, model) = (config(), load("llama_policy"));
+    let mut config = config();
+    let model = load("llama_policy");
     config.loss.beta = 0.5;
     let task = task(&config, Vec::new(), "llama_ref");
     let world = World::single();
-    let of = |rows: &[&DistillRow]| task.measured(&model, rows, &world).unwrap();
-    let whole = of(&rows.iter().collect::<Vec<_>>());
-    let alone: Vec<_> = rows.iter().map(|row| of(&[row])).collect();
+    let measure = |rows: &[&DistillRow]| task.measured(&model, rows, &world).unwrap();
+    let whole = measure(&rows.iter().collect::<Vec<_>>());
+    let alone: Vec<_> = rows.iter().map(|row| measure(&[row])).collect();
     let sum = |number: fn(&super::totals::PassSums) -> f64| alone.iter().map(number).sum::<f64>();
     assert!((whole.loss - sum(|row| row.loss)).abs() < 1e-6 * whole.loss, "{} {}", whole.loss, sum(|row| row.loss));
     assert!((whole.entropy - sum(|row| row.entropy)).abs() < 1e-6 * whole.entropy);
@@ -292,9 +296,9 @@ fn the_share_of_on_policy_updates_is_lmbda_and_depends_on_seed_and_update_alone(
     assert!(sources(&config).iter().all(|source| *source == Source::Student));
     config.lmbda = 0.25;
     let found = sources(&config);
-    let own = found.iter().filter(|source| **source == Source::Student).count();
+    let on_policy = found.iter().filter(|source| **source == Source::Student).count();
     // 2000 draws with 0.25: 500, with a deviation of 19.
-    assert!((440..560).contains(&own), "{own}");
+    assert!((440..560).contains(&on_policy), "{on_policy}");
     assert!(found.iter().all(|source| *source != Source::Teacher) && found == sources(&config));
     config.seq_kd = true;
     assert!(sources(&config).iter().all(|source| *source != Source::Rows));
@@ -412,10 +416,12 @@ fn an_update_that_samples_nothing_shows_nothing() {
     let mut model = load("llama_policy");
     model.set_trainable(true);
     let source = |at: &u64| Source::of_update(&config, *at);
-    let own = (0..99).find(|at| source(at) == Source::Student && source(&(at + 1)) == Source::Rows).unwrap();
-    let (rows, world) = ([0, 1], World::single());
+    let on_policy_update =
+        (0..99).find(|at| source(at) == Source::Student && source(&(at + 1)) == Source::Rows).unwrap();
+    let rows = [0, 1];
+    let world = World::single();
     let mut sums = Totals::default();
-    for (update, shows) in [(own, true), (own + 1, false)] {
+    for (update, shows) in [(on_policy_update, true), (on_policy_update + 1, false)] {
         let batch = UpdateRows { rows: &rows, update, loss_scale: 1.0, max_tokens: 4096, world: &world };
         task.backward(&model, &batch, &mut sums).unwrap();
         assert_eq!(!task.shown.is_empty(), shows);
@@ -454,7 +460,8 @@ fn an_update_samples_by_the_student_or_the_teacher_and_repeats_to_the_bit() {
         let mut task = task(&config, prompts.clone(), "llama_ref");
         let mut model = load("llama_policy");
         model.set_trainable(true);
-        let (rows, world) = ((0..8).collect::<Vec<_>>(), World::single());
+        let rows: Vec<usize> = (0..8).collect();
+        let world = World::single();
         let batch = UpdateRows { rows: &rows, update: 3, loss_scale: 1.0, max_tokens: 4096, world: &world };
         let mut sums = Totals::default();
         task.backward(&model, &batch, &mut sums).unwrap();

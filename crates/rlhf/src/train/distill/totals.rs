@@ -5,7 +5,7 @@ use rlhf_base::metrics::Metrics;
 use rlhf_lm::generate::{FinishReason, Response};
 use serde::{Deserialize, Serialize};
 
-/// Metrics of sampled responses, by TRL's names, in the order of [`Totals::completions`]; means over the updates that sample some.
+/// Metrics of sampled responses, by TRL's names, in the order of [`Totals::completions`]; means over the updates that sample responses.
 const COMPLETIONS: [&str; 7] = [
     "completions/mean_length",
     "completions/min_length",
@@ -16,7 +16,7 @@ const COMPLETIONS: [&str; 7] = [
     "completions/max_terminated_length",
 ];
 
-/// Sums over the tokens of passes: of the loss, of the entropy, and of the student's log-probability less the teacher's.
+/// Sums over the tokens of passes: of the loss, of the entropy, and of the student's log-probability minus the teacher's.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct PassSums {
     pub(super) loss: f64,
@@ -34,7 +34,7 @@ pub(super) struct Totals {
     /// Sum over tokens that the student has sampled, and their number.
     log_ratio: f64,
     own_tokens: f64,
-    /// Updates with the student's responses, and with sampled ones.
+    /// Updates with the student's responses, and updates with sampled responses.
     on_policy: f64,
     sampled: f64,
     completions: [f64; COMPLETIONS.len()],
@@ -44,33 +44,34 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    /// Adds a rank's passes over its part of an update; `is_own`: the student has sampled the responses.
-    pub(super) fn add_passes(&mut self, sums: &PassSums, is_own: bool) {
+    /// Adds a rank's passes over its part of an update; `on_policy`: the student has sampled the responses.
+    pub(super) fn add_passes(&mut self, sums: &PassSums, on_policy: bool) {
         self.loss += sums.loss;
         self.entropy += sums.entropy;
         self.tokens += sums.tokens;
-        if is_own {
+        if on_policy {
             self.log_ratio += sums.log_ratio;
             self.own_tokens += sums.tokens;
         }
     }
 
     /// Adds the sampled responses of an update, which took this many seconds; one rank of several adds them.
-    pub(super) fn add_responses(&mut self, responses: &[Response], is_own: bool, seconds: f64) {
+    pub(super) fn add_responses(&mut self, responses: &[Response], on_policy: bool, seconds: f64) {
         self.sampled += 1.0;
-        self.on_policy += f64::from(u8::from(is_own));
+        self.on_policy += f64::from(u8::from(on_policy));
         self.sampling_seconds += seconds;
         let lens: Vec<f64> = responses.iter().map(|response| response.tokens.len() as f64).collect();
         let ended = responses.iter().zip(&lens).filter(|(response, _)| response.finish == FinishReason::Stop);
         let ended: Vec<f64> = ended.map(|(_, len)| *len).collect();
         let clipped = 1.0 - ended.len() as f64 / lens.len().max(1) as f64;
-        let ([mean, least, most], [mean_ended, least_ended, most_ended]) = (spread(&lens), spread(&ended));
+        let [mean, least, most] = spread(&lens);
+        let [mean_ended, least_ended, most_ended] = spread(&ended);
         let numbers = [mean, least, most, clipped, mean_ended, least_ended, most_ended];
         self.completions.iter_mut().zip(numbers).for_each(|(sum, number)| *sum += number);
     }
 }
 
-/// Mean, minimum and maximum; 0 of none, as in TRL.
+/// Mean, minimum and maximum; 0 without any numbers, as in TRL.
 fn spread(numbers: &[f64]) -> [f64; 3] {
     if numbers.is_empty() {
         return [0.0; 3];
@@ -91,7 +92,7 @@ impl Sums for Totals {
     }
 
     fn push(&self, metrics: &mut Metrics) {
-        // Responses may have no token that both models have.
+        // Responses may have no token that both models know.
         if self.tokens > 0.0 {
             metrics.push("loss", self.loss / self.tokens);
             metrics.push("entropy", self.entropy / self.tokens);

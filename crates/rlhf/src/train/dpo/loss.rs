@@ -1,7 +1,7 @@
-//! The losses of DPO, of the log-probabilities of both sides of pairs under policy and reference model. Names, scales and signs are TRL's.
+//! The losses of DPO, from the log-probabilities of both sides of pairs under policy and reference model. Names, scales and signs are TRL's.
 //!
-//! With r the log-ratio of a side, log policy - log reference, and d the difference of both sides' f'(exp r), which is that of the log-ratios
-//! for `reverse_kl`; beta is the strength b.
+//! r is the log-ratio of a side, log policy - log reference; d is the difference of both sides' f'(exp r), which for `reverse_kl` is the
+//! difference of the log-ratios; b is the strength beta.
 
 use crate::settings::{DpoLoss, DpoLossConfig, FDivergence};
 use tch::{Kind, Tensor};
@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 pub(super) struct PairTerms<'a> {
     /// Log-probabilities of the completions under the policy, `[n, 2]`.
     pub(super) policy: &'a Tensor,
-    /// Under the reference model, `[n, 2]`.
+    /// Log-probabilities of the completions under the reference model, `[n, 2]`.
     pub(super) reference: &'a Tensor,
     /// Number of tokens of the completions, at least 1, `[n, 2]`.
     pub(super) lens: &'a Tensor,
@@ -20,20 +20,21 @@ pub(super) struct PairTerms<'a> {
     pub(super) weights: Option<&'a Tensor>,
 }
 
-/// Returns the loss of each pair, `[n]`; of the losses that sort, whose pairs must be all of a micro-batch, that of each place.
+/// Returns the loss of each pair, `[n]`. Losses that sort need all pairs of a micro-batch, and have a loss for each place in the order.
 pub(super) fn losses(config: &DpoLossConfig, terms: &PairTerms<'_>) -> Tensor {
     let mut all = terms.policy.select(1, 0).zeros_like();
     for (loss, weight) in config.weighted() {
-        let Some(found) = loss_of(loss, config, terms) else { continue };
-        let found = terms.weights.map_or_else(|| found.shallow_clone(), |weights| &found * weights);
-        all += found * weight;
+        let Some(unweighted) = unweighted_loss(loss, config, terms) else { continue };
+        let by_pair = terms.weights.map_or_else(|| unweighted.shallow_clone(), |weights| &unweighted * weights);
+        all += by_pair * weight;
     }
     all
 }
 
 /// Returns one of the losses, without its weight.
-fn loss_of(loss: DpoLoss, config: &DpoLossConfig, terms: &PairTerms<'_>) -> Option<Tensor> {
-    let (beta, smoothing) = (config.beta, config.label_smoothing);
+fn unweighted_loss(loss: DpoLoss, config: &DpoLossConfig, terms: &PairTerms<'_>) -> Option<Tensor> {
+    let beta = config.beta;
+    let smoothing = config.label_smoothing;
     let ratios = terms.policy - terms.reference;
     let (chosen, rejected) = (ratios.select(1, 0), ratios.select(1, 1));
     let scores = || scores(&ratios, config);
@@ -50,7 +51,8 @@ fn loss_of(loss: DpoLoss, config: &DpoLossConfig, terms: &PairTerms<'_>) -> Opti
         }
         DpoLoss::Robust => {
             let scaled = scaled();
-            let (right, flipped) = (scaled.log_sigmoid() * (1.0 - smoothing), (-scaled).log_sigmoid() * smoothing);
+            let right = scaled.log_sigmoid() * (1.0 - smoothing);
+            let flipped = (-scaled).log_sigmoid() * smoothing;
             (flipped - right) / (1.0 - 2.0 * smoothing)
         }
         DpoLoss::BcoPair => -(chosen * beta).log_sigmoid() - (-rejected * beta).log_sigmoid(),
@@ -72,21 +74,21 @@ fn loss_of(loss: DpoLoss, config: &DpoLossConfig, terms: &PairTerms<'_>) -> Opti
     })
 }
 
-/// Chosen less rejected, `[n, 2]` to `[n]`.
+/// Chosen minus rejected, `[n, 2]` to `[n]`.
 fn difference(sides: &Tensor) -> Tensor {
     sides.select(1, 0) - sides.select(1, 1)
 }
 
 /// f'(exp r) of log-ratios r. Source: Wang et al. 2023, f-DPO, table 1.
 fn scores(ratios: &Tensor, config: &DpoLossConfig) -> Tensor {
-    // Of this exponent f' is log up to a constant.
+    // With the exponent 0, f' is the logarithm up to a constant.
     let power = config.f_alpha_divergence_coef - 1.0;
     match config.f_divergence_type {
         FDivergence::ReverseKl => ratios.shallow_clone(),
         FDivergence::ForwardKl => -(-ratios).exp() + 1.0,
         FDivergence::JsDivergence => ratios.log_sigmoid() + std::f64::consts::LN_2,
         FDivergence::AlphaDivergence if power.abs() < 1e-6 => ratios.shallow_clone(),
-        // exp of more is infinite in f32.
+        // Larger exponents are clamped: their exp is infinite in f32.
         FDivergence::AlphaDivergence => ((ratios * power).clamp_max(80.0).exp() - 1.0) / power,
     }
 }
@@ -97,7 +99,7 @@ fn exo(scaled: &Tensor, smoothing: f64) -> Tensor {
     side(scaled, 1.0 - smoothing) + side(&-scaled, smoothing)
 }
 
-/// -log sigmoid, of labels that are wrong with this probability.
+/// -log sigmoid, smoothed for labels that are wrong with the probability `smoothing`.
 fn smoothed(scaled: &Tensor, smoothing: f64) -> Tensor {
     -scaled.log_sigmoid() * (1.0 - smoothing) - (-scaled).log_sigmoid() * smoothing
 }

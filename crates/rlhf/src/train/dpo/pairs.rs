@@ -38,10 +38,12 @@ impl PairRow {
             let lost = if mode == TruncationMode::KeepEnd { above } else { 0 };
             (whole, prompt.len().saturating_sub(lost))
         };
-        let ((chosen, of_chosen), (rejected, of_rejected)) = (side(chosen), side(rejected));
-        // A side without tokens has no pass.
+        let (chosen, chosen_prompt_len) = side(chosen);
+        let (rejected, rejected_prompt_len) = side(rejected);
+        // There is no pass over a side without tokens.
         let is_empty = chosen.is_empty() || rejected.is_empty();
-        let row = Self { sides: [chosen, rejected], prompt_lens: [of_chosen, of_rejected], reference: None };
+        let prompt_lens = [chosen_prompt_len, rejected_prompt_len];
+        let row = Self { sides: [chosen, rejected], prompt_lens, reference: None };
         (!is_empty).then_some(row)
     }
 
@@ -66,7 +68,7 @@ impl PairRow {
         self.sides.iter().map(Vec::len).sum()
     }
 
-    /// The number of tokens that a pass computes, where it computes a shared prompt once.
+    /// The number of tokens that a pass computes; `shares`: a prompt that both sides have is computed once.
     pub(super) fn computed(&self, shares: bool) -> usize {
         let [a, b] = self.prompt_lens;
         let same = |len: usize| self.sides[0][..len] == self.sides[1][..len];
@@ -94,7 +96,8 @@ pub(super) fn read_pairs(
         .iter()
         .filter_map(|row| Some((row, PairRow::new(row, max_length, config.truncation_mode)?)))
         .collect();
-    let (left_out, cut) = (all - rows.len(), rows.iter().filter(|(row, _)| cut(row)).count());
+    let left_out = all - rows.len();
+    let cut = rows.iter().filter(|(row, _)| cut(row)).count();
     let equal = rows.iter().filter(|(_, row)| row.sides[0] == row.sides[1]).count();
     let rows: Vec<PairRow> = rows.into_iter().map(|(_, row)| row).collect();
     if rows.is_empty() {
@@ -124,13 +127,13 @@ fn none_left(path: &Path, all: usize, max_length: usize) -> Error {
     Error::invalid(path, message)
 }
 
-/// The inputs of a pass over n pairs: 2 n sequences, chosen and rejected side of each pair one after another.
+/// The inputs of a pass over n pairs: 2 n sequences, the chosen and the rejected side of each pair one after the other.
 pub(super) struct PassInputs<'r> {
     sequences: Vec<&'r Vec<i64>>,
     spans: Vec<Range<usize>>,
     shared: Option<Vec<usize>>,
-    /// Sequence of each of the M tokens.
-    of_token: Tensor,
+    /// Number of the sequence of each of the M tokens.
+    sequence_of_token: Tensor,
     /// Weight of each of the M tokens in the log-probability of its completion; `None`: 1.
     token_weights: Option<Tensor>,
 }
@@ -141,7 +144,7 @@ impl<'r> PassInputs<'r> {
         let spans: Vec<Range<usize>> = rows.iter().flat_map(|row| [row.span(0), row.span(1)]).collect();
         let prompts = rows.iter().flat_map(|row| [row.prompt(0), row.prompt(1)]);
         let shared = shared_lens(prompts, rows.iter().map(|row| row.tokens()).sum());
-        let of_token: Vec<i64> =
+        let sequence_of_token: Vec<i64> =
             spans.iter().enumerate().flat_map(|(at, span)| std::iter::repeat_n(at as i64, span.len())).collect();
         let token_weights = ld_alpha.map(|alpha| {
             let weights = spans.chunks(2).flat_map(|pair| {
@@ -151,29 +154,30 @@ impl<'r> PassInputs<'r> {
             });
             on_device(&weights.collect::<Vec<f32>>(), device)
         });
-        Self { of_token: on_device(&of_token, device), sequences, spans, shared, token_weights }
+        let sequence_of_token = on_device(&sequence_of_token, device);
+        Self { sequence_of_token, sequences, spans, shared, token_weights }
     }
 
-    pub(super) fn of_model(&self) -> Batch<'_, &'r Vec<i64>> {
+    pub(super) fn batch(&self) -> Batch<'_, &'r Vec<i64>> {
         Batch::new(&self.sequences, &self.spans).sharing(self.shared.as_deref())
     }
 
-    /// Sums of numbers of the M tokens over each sequence, `[n, 2]`.
-    pub(super) fn sums(&self, of_tokens: &Tensor) -> Tensor {
-        let zeros = Tensor::zeros([self.sequences.len() as i64], (Kind::Float, of_tokens.device()));
-        zeros.index_add(0, &self.of_token, of_tokens).view([-1, 2])
+    /// Sums of the M tokens' `numbers` over each sequence, `[n, 2]`.
+    pub(super) fn sums(&self, numbers: &Tensor) -> Tensor {
+        let zeros = Tensor::zeros([self.sequences.len() as i64], (Kind::Float, numbers.device()));
+        zeros.index_add(0, &self.sequence_of_token, numbers).view([-1, 2])
     }
 
-    /// Log-probabilities of the completions, `[n, 2]`, of those of their tokens.
-    pub(super) fn logps(&self, of_tokens: &Tensor) -> Tensor {
+    /// Log-probabilities of the completions, `[n, 2]`, from those of the M tokens.
+    pub(super) fn logps(&self, logprobs: &Tensor) -> Tensor {
         match &self.token_weights {
-            Some(weights) => self.sums(&(of_tokens * weights)),
-            None => self.sums(of_tokens),
+            Some(weights) => self.sums(&(logprobs * weights)),
+            None => self.sums(logprobs),
         }
     }
 
-    /// The weight of each pair, `[n]`: the geometric mean of the probabilities of a completion's tokens, each divided by the sum of all squared
-    /// probabilities in its place, times that of the other. Source: Zhou et al. 2024, WPO, eq. 2.
+    /// The weight of each pair, `[n]`: for each completion the geometric mean of its tokens' probabilities, each divided by the sum of all
+    /// squared probabilities at its position; the product of both completions. Source: Zhou et al. 2024, WPO, eq. 2.
     pub(super) fn pair_weights(&self, logprobs: &Tensor, log_sum_squares: &Tensor) -> Tensor {
         tch::no_grad(|| {
             let aligned = self.sums(&(logprobs.detach() - log_sum_squares));

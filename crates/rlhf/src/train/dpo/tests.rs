@@ -137,10 +137,10 @@ fn an_adapter_that_has_an_effect_is_trained_against_the_model_without_it_as_in_t
     let mut compared = 0;
     for (name, expected) in stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("lora.")?, tensor))) {
         let (whole, thinned) = name.split_once('[').map_or((name, false), |(whole, _)| (whole, true));
-        let own = whole.trim_start_matches("base_model.model.").replace(".default", "");
-        let found = model.params().iter().find(|param| param.name.replace("base_model.model.", "") == own);
+        let param_name = whole.trim_start_matches("base_model.model.").replace(".default", "");
+        let found = model.params().iter().find(|param| param.name.replace("base_model.model.", "") == param_name);
         let found = found.unwrap_or_else(|| {
-            panic!("{own}: {:?}", model.params().iter().map(|param| &param.name).collect::<Vec<_>>())
+            panic!("{param_name}: {:?}", model.params().iter().map(|param| &param.name).collect::<Vec<_>>())
         });
         let found = found.tensor.detach();
         let found = if thinned { found.slice(0, None, None, 7) } else { found };
@@ -171,11 +171,11 @@ fn small_passes_have_the_gradients_of_large_ones_for_losses_of_any_kind() {
             sums.push_as(&mut metrics, "");
             found.push((Tensor::cat(&gradients, 0), metrics));
         }
-        let [(large, of_large), (small, of_small)] = &found[..] else { panic!() };
+        let [(large, large_metrics), (small, small_metrics)] = &found[..] else { panic!() };
         let gap = (large - small).abs().max().double_value(&[]);
         let size = large.abs().max().double_value(&[]);
         assert!(gap < 1e-5 * size.max(1.0), "{losses:?}: {gap:e} of {size}");
-        for ((name, large), (_, small)) in of_large.iter().zip(of_small.iter()) {
+        for ((name, large), (_, small)) in large_metrics.iter().zip(small_metrics.iter()) {
             assert!((large - small).abs() < 2e-5 * large.abs().max(1.0), "{losses:?}: {name}: {large} {small}");
         }
     }

@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch_ext::to_host;
 
-/// Numbers of a pair that a pass returns, in this order: log-probabilities of both sides under policy and reference model; those of the chosen
-/// side with all tokens counting alike; the pair's weight; sums over the tokens of the mean logits of both sides, of the entropies, and of the
-/// chosen tokens that are the likeliest; the loss.
+/// Number of numbers that a pass returns for a pair, in this order: log-probabilities of both sides under policy and reference model; those of
+/// the chosen side with all tokens counting alike; the pair's weight; sums over the tokens of the mean logits of both sides, of the entropies,
+/// and of the chosen tokens that are the likeliest; the loss.
 pub(super) const NUMBERS: usize = 11;
 /// The place of the loss among them.
 pub(super) const LOSS: usize = NUMBERS - 1;
 
-/// The tokens of the micro-batch that a pair belongs to, by which sums over tokens become means.
+/// The tokens of the micro-batch of a pair, by which sums over tokens become means.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MicroBatch {
-    /// Its pairs.
+    /// Number of pairs.
     pub(super) pairs: usize,
     /// Tokens with a log-probability, of chosen and rejected sides.
     pub(super) tokens: [usize; 2],
@@ -58,11 +58,12 @@ impl Totals {
     }
 
     /// Adds a pair with these numbers.
-    pub(super) fn add(&mut self, numbers: &[f64], of: MicroBatch, beta: f64) {
+    pub(super) fn add(&mut self, numbers: &[f64], micro_batch: MicroBatch, beta: f64) {
         let reward = |side: usize| beta as f32 * (numbers[side] as f32 - numbers[2 + side] as f32);
         let (chosen, rejected) = (reward(0), reward(1));
-        let [all, of_chosen, of_rejected] =
-            [of.tokens[0] + of.tokens[1], of.tokens[0], of.tokens[1]].map(|tokens| of.factor(tokens));
+        let [chosen_tokens, rejected_tokens] = micro_batch.tokens;
+        let [all_factor, chosen_factor, rejected_factor] =
+            [chosen_tokens + rejected_tokens, chosen_tokens, rejected_tokens].map(|tokens| micro_batch.factor(tokens));
         self.pairs += 1.0;
         let metrics = [
             numbers[LOSS],
@@ -72,24 +73,24 @@ impl Totals {
             f64::from(chosen - rejected),
             numbers[0],
             numbers[1],
-            numbers[6] * of_chosen,
-            numbers[7] * of_rejected,
-            numbers[8] * all,
-            numbers[9] * of_chosen,
+            numbers[6] * chosen_factor,
+            numbers[7] * rejected_factor,
+            numbers[8] * all_factor,
+            numbers[9] * chosen_factor,
         ];
         self.metrics.iter_mut().zip(metrics).for_each(|(sum, number)| *sum += number);
     }
 
-    /// Reads what [`Totals::push_pass`] has left on the device: each read waits for all work before it.
+    /// Reads the numbers that [`Totals::push_pass`] has left on the device: each read waits for all work before it.
     fn read(&mut self) {
         let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
             return;
         }
         let all = to_host(&Tensor::cat(&unread.iter().map(|(numbers, ..)| numbers).collect::<Vec<_>>(), 0).view([-1]));
-        let of = unread.iter().flat_map(|(_, of, beta)| of.iter().map(move |of| (*of, *beta)));
-        for (numbers, (of, beta)) in all.chunks(NUMBERS).zip(of) {
-            self.add(numbers, of, beta);
+        let pairs = unread.iter().flat_map(|(_, batches, beta)| batches.iter().map(move |batch| (*batch, *beta)));
+        for (numbers, (micro_batch, beta)) in all.chunks(NUMBERS).zip(pairs) {
+            self.add(numbers, micro_batch, beta);
         }
     }
 
@@ -130,7 +131,7 @@ impl Sums for Totals {
     }
 }
 
-/// Returns whether a loss needs all pairs of a micro-batch together.
+/// Returns whether a loss needs all pairs of a micro-batch at once.
 pub(super) fn sorts(config: &DpoConfig) -> bool {
     config.loss.loss_type.iter().copied().any(DpoLoss::sorts)
 }

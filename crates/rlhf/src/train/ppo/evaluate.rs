@@ -39,7 +39,7 @@ impl PpoTrainer {
     /// Evaluates the policy on the held-out prompts, sampled as in training; changes nothing.
     ///
     /// # Errors
-    /// If there are none; if a reward fails.
+    /// If there are no held-out prompts; if a reward fails.
     pub fn evaluate(&mut self) -> Result<Evaluation> {
         if self.data.eval_prompts.is_empty() {
             let message = "evaluate: expected prompts that are held out, found none; a dataset's split, eval_split_size or \
@@ -50,16 +50,16 @@ impl PpoTrainer {
         let asked = self.data.eval_prompts.clone();
         let asked: Vec<&Prompt> = asked.iter().collect();
         let sampling = self.run.generation.sampling;
-        // The same draws each time: where two evaluations differ, the policy does.
+        // The same draws each time, so that a difference between two evaluations is one of the policy.
         let answers = self.generate(&asked, sampling, Purpose::Evaluation, 0)?;
         let asked = answers.asked(&asked);
         let prompts: Vec<Vec<i64>> = asked.iter().map(|prompt| prompt.tokens.clone()).collect();
         let responses = &answers.responses;
         let (scores, components) = self.whole_scores(&asked, &answers)?;
         let samples = self.sample_rows(&asked, (responses, &answers.episodes), &scores, &components)?;
-        // Policy and reference by the same pass: decoding rounds differently in low precision and on a GPU.
-        let anew = self.reference.is_some() && !self.learner.policy.is_exact();
-        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(anew) };
+        // Policy and reference use the same kind of pass: decoding rounds differently in low precision and on a GPU.
+        let recompute = self.reference.is_some() && !self.learner.policy.is_exact();
+        let settings = RolloutSettings { group_size: 1, ..self.rollout_settings(recompute) };
         let models = self.rollout_models();
         let e = experience(models, &prompts, responses, scores, &settings)?;
         let rows = prompts.len() as f64;
@@ -84,7 +84,7 @@ impl PpoTrainer {
     /// Generates responses to a few prompts and compares the passes of a run on them; changes nothing.
     ///
     /// # Errors
-    /// As [`PpoTrainer::train`].
+    /// The errors of [`PpoTrainer::train`].
     pub fn check(&mut self) -> Result<Checks> {
         let sampling = Sampling::at_temperature(self.run.rollout.settings.temperature);
         let response_length = self.run.generation.max_new_tokens.min(checks::TOKENS);
@@ -117,7 +117,8 @@ impl PpoTrainer {
         if self.run.config.groups.filters() && batch.recorded.is_none() {
             scored = self.replace_groups(batch, scored)?;
         }
-        let (summed, device) = (scored.responses.clone(), self.learner.policy.device());
+        let summed = scored.responses.clone();
+        let device = self.learner.policy.device();
         let raw = self.course.scores.raw(&scored, &batch.responses, device);
         let trained = self.course.scores.trained(&mut scored, &batch.responses, true, device);
         let ends = self.course.scores.num_ends(&batch.responses);
@@ -156,7 +157,7 @@ impl PpoTrainer {
         self.with_tokens(samples, &answers.responses)
     }
 
-    /// Adds to samples, the first of the `responses`, their tokens with log-probabilities.
+    /// Adds tokens and log-probabilities to `samples`, which are the first of the `responses`.
     fn with_tokens(&self, mut samples: Vec<Sample>, responses: &[Response]) -> Result<Vec<Sample>> {
         for (sample, response) in samples.iter_mut().zip(responses) {
             sample.tokens = self.tokenizer.decode_each(&response.tokens)?;
@@ -180,8 +181,8 @@ impl PpoTrainer {
             .zip(scores)
             .enumerate()
             .map(|(row, ((prompt, response), score))| {
-                let of_row = |(name, values): &(String, Vec<Value>)| Some((name.clone(), values.get(row)?.clone()));
-                let extra = components.iter().flat_map(|c| c.columns.iter().filter_map(of_row)).collect();
+                let row_value = |(name, values): &(String, Vec<Value>)| Some((name.clone(), values.get(row)?.clone()));
+                let extra = components.iter().flat_map(|c| c.columns.iter().filter_map(row_value)).collect();
                 let components = components.iter().map(|c| (c.name.clone(), c.scores[row])).collect();
                 Ok(Sample {
                     prompt: prompt.text.clone(),
@@ -213,9 +214,10 @@ impl PpoTrainer {
     }
 }
 
-/// The state of the run that functions of Python get.
+/// The state of the run that Python functions get.
 fn trainer_state(trainer: &PpoTrainer) -> TrainerState {
-    let (plan, done) = (&trainer.plan, trainer.course.progress.done);
+    let plan = &trainer.plan;
+    let done = trainer.course.progress.done;
     let epochs = |updates: usize| (updates * plan.prompts) as f64 / trainer.data.prompts.len().max(1) as f64;
     TrainerState {
         global_step: done,

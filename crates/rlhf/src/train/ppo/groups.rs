@@ -1,4 +1,4 @@
-//! Groups of responses to one prompt: what their estimators need, and the reference model that follows the policy.
+//! Groups of responses to one prompt: the data that their estimators need, and the reference model that follows the policy.
 
 use super::super::model_options;
 use super::load::load_synced_reference;
@@ -38,17 +38,18 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Replaces the groups of `batch`, whose scores are `scored`, that teach nothing by groups of the next prompts; returns the scores of
-    /// the new batch. Where too few are found, groups that were left out take their places.
+    /// Replaces the groups of `batch` that teach nothing, by their `scored` scores, by groups of the next prompts. Returns the scores of the
+    /// new batch. If too few groups teach something, replaced groups take the remaining places.
     pub(super) fn replace_groups(&mut self, batch: &mut Batch, mut scored: Scored) -> Result<Scored> {
-        let (size, wanted) = (self.run.rollout.settings.group_size, self.plan.prompts);
+        let size = self.run.rollout.settings.group_size;
+        let wanted = self.plan.prompts;
         let mut kept: Vec<usize> = Vec::new();
-        let mut found = 0;
+        let mut group_count = 0;
         for attempt in 1.. {
             let numbers = scored.raw_or_nan();
-            let groups = numbers.chunks(size).enumerate().skip(found);
+            let groups = numbers.chunks(size).enumerate().skip(group_count);
             kept.extend(groups.filter(|(_, scores)| self.run.config.groups.keeps(scores)).map(|(group, _)| group));
-            found = numbers.len() / size;
+            group_count = numbers.len() / size;
             if kept.len() >= wanted || attempt >= self.run.config.groups.max_num_gen_batches {
                 break;
             }
@@ -63,9 +64,9 @@ impl PpoTrainer {
             let lengths: Vec<usize> = batch.responses.iter().map(|response| response.tokens.len()).collect();
             scored.extend(more, &lengths);
         }
-        batch.sampled_groups = found;
-        batch.replaced_groups = found - kept.len();
-        let left_out: Vec<usize> = (0..found).rev().filter(|group| !kept.contains(group)).collect();
+        batch.sampled_groups = group_count;
+        batch.replaced_groups = group_count - kept.len();
+        let left_out: Vec<usize> = (0..group_count).rev().filter(|group| !kept.contains(group)).collect();
         let chosen = kept.into_iter().chain(left_out).take(wanted);
         let rows: Vec<usize> = chosen.flat_map(|group| group * size..(group + 1) * size).collect();
         batch.rows = rows.iter().map(|&row| batch.rows[row]).collect();
@@ -74,8 +75,8 @@ impl PpoTrainer {
         Ok(scored.select(&rows))
     }
 
-    /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalized as the scores that are trained on are; NaN where
-    /// no reward gave one. Adds their sampling to the batch's.
+    /// Score of a greedy response to the prompt of each row, `[B]`, scaled and penalized like the scores that are trained on; NaN where
+    /// no reward gave one. Adds the sampling of these responses to the batch's.
     fn greedy_scores(&mut self, batch: &mut Batch) -> Result<Tensor> {
         let size = self.run.rollout.settings.group_size;
         let rows: Vec<usize> = batch.rows.iter().copied().step_by(size).collect();
@@ -83,7 +84,8 @@ impl PpoTrainer {
         let prompts: Vec<_> = prompts.iter().collect();
         let answers = self.generate(&prompts, Sampling::Greedy, Purpose::Sampling, batch.update)?;
         batch.sampling += answers.sampling;
-        let (asked, responses) = (answers.asked(&prompts), &answers.responses);
+        let asked = answers.asked(&prompts);
+        let responses = &answers.responses;
         let mut scored =
             self.rewards.score_episodes(&self.tokenizer, &asked, responses, &answers.episodes, ScoreUse::Baseline)?;
         let device = self.learner.policy.device();
@@ -106,16 +108,17 @@ impl PpoTrainer {
     /// Loads the reference model that [`PpoTrainer::write_reference`] wrote.
     pub(super) fn load_reference(&mut self, dir: &Path) -> Result<()> {
         if self.run.config.sync.sync_ref_model && self.reference.is_some() {
-            let (frozen, world) = (model_options(&self.run.config.run)?, self.learner.world.clone());
-            // Its memory, or its place in `offload_dir`, is there for one.
+            let frozen = model_options(&self.run.config.run)?;
+            let world = self.learner.world.clone();
+            // The old model is dropped first: memory, or `offload_dir`, has room for one.
             self.reference = None;
             self.reference = Some(load_synced_reference(&self.run.config, &dir.join(REFERENCE), frozen, &world)?);
         }
         Ok(())
     }
 
-    /// Adds how many groups were replaced and, in a run without a critic, the metrics of TRL's GRPOTrainer and RLOOTrainer; `seconds` are
-    /// those of the update. Returns a warning if all scores of many groups were equal.
+    /// Adds the number of replaced groups and, in a run without a critic, the metrics of TRL's GRPOTrainer and RLOOTrainer; `seconds` is
+    /// the time of the update. Returns a warning if all scores of many groups were equal.
     pub(super) fn push_group_metrics(
         &mut self,
         m: &mut Metrics,
@@ -138,11 +141,11 @@ impl PpoTrainer {
         push_completion_metrics(m, &batch.responses);
         self.learner.group_metrics(m, e, targets, steps);
         m.push("step_time", seconds);
-        (size > 1).then(|| self.monitor.alarms.of_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
+        (size > 1).then(|| self.monitor.alarms.observe_groups(batch.update + 1, &e.scored_totals(), size)).flatten()
     }
 }
 
-/// The items at `rows`, each at most once.
+/// The items at `rows`; no row may occur twice.
 fn selected<T>(items: Vec<T>, rows: &[usize]) -> Vec<T> {
     let mut items: Vec<Option<T>> = items.into_iter().map(Some).collect();
     rows.iter().filter_map(|&row| items.get_mut(row)?.take()).collect()

@@ -46,29 +46,29 @@ impl PpoTrainer {
         Self::from_config_with(config, Rewards::new())
     }
 
-    /// [`PpoTrainer::from_config`] with further rewards beside those that `config` names; these may then be none.
+    /// [`PpoTrainer::from_config`] with the rewards `more` in addition to those that `config` names, which may then name none.
     ///
     /// # Errors
     /// The errors of [`PpoTrainer::from_config`].
     pub fn from_config_with(config: &PpoConfig, more: Rewards) -> Result<Self> {
         let run = PpoRun::new(config)?;
-        // A resumed run reads the commits of its start.
+        // A resumed run reads the hub's commits that it started with.
         let found = Start::find(&config.run)?.found()?;
         Self::load(run, more, found, &World::of_process())
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings, with what the run `found` at its start, on the ranks `world`.
+    /// [`PpoTrainer::from_config_with`] for checked settings, with the state that the run `found` at its start, on the ranks `world`.
     pub(super) fn load(run: PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
         let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::of_run(&run, more, found, world)?;
-        let mut trainer = Self::of_parts(run, parts)?;
+        let mut trainer = Self::from_parts(run, parts)?;
         trainer.sampler.environment = environment;
         (trainer.data.cursor, trainer.record.prompt_notes, trainer.record.commits) = (cursor, notes, commits);
         trainer.record.inputs.replace("PpoParts::prompts", inputs);
         Ok(trainer)
     }
 
-    /// Creates a run of loaded parts. The names of models, rewards and data in `config` are only used in the model card, and
-    /// compared when the run resumes.
+    /// Creates a run from loaded parts. The names of models, rewards and data in `config` are used only in the model card and
+    /// for the comparison when the run resumes.
     ///
     /// A checkpoint stores the learner, but neither reference model nor prompts: a resumed run must be given the same parts.
     ///
@@ -76,11 +76,11 @@ impl PpoTrainer {
     /// If a setting is out of its range, there is no reward or no prompt, or the parts do not match: a model is on another
     /// device than the policy, has a smaller vocabulary, or a context that a response fills.
     pub fn new(config: &PpoConfig, parts: PpoParts) -> Result<Self> {
-        Self::of_parts(PpoRun::new(config)?, parts)
+        Self::from_parts(PpoRun::new(config)?, parts)
     }
 
     /// [`PpoTrainer::new`] for checked settings.
-    fn of_parts(run: PpoRun, mut parts: PpoParts) -> Result<Self> {
+    fn from_parts(run: PpoRun, mut parts: PpoParts) -> Result<Self> {
         let prepared = parts.prepare(&run);
         let Ends { stop, stop_strings } = parts.learner.world.agree(prepared)?;
         let PpoParts { learner, reference, rewards, tokenizer, prompts, eval_prompts } = parts;
@@ -98,7 +98,8 @@ impl PpoTrainer {
                 texts.blocks(),
             );
         }
-        let (mut learner, mut rewards) = (learner, rewards);
+        let mut learner = learner;
+        let mut rewards = rewards;
         learner.micro_batch_tokens = learner.world.min_count(learner.micro_batch_tokens)?;
         rewards.set_world(&learner.world);
         let may_stop = !stop.is_empty() || stop_strings.is_some();
@@ -180,7 +181,7 @@ impl PpoTrainer {
     }
 }
 
-/// Refuses a reference model that follows the policy where it would be divided over the ranks.
+/// Refuses a reference model that follows the policy if it would be divided over the ranks.
 pub(in crate::train) fn check_sync(config: &PpoConfig, world: &World) -> Result<()> {
     if config.sync.sync_ref_model && config.policy_stage().shards_parameters() && world.size() > 1 {
         return Err(Error::refused(
@@ -199,7 +200,7 @@ pub(crate) struct Ends {
 }
 
 impl Ends {
-    /// Finds what the settings end a response with.
+    /// Finds the tokens and texts that end a response, by the settings.
     ///
     /// # Errors
     /// If they need an eos that the tokenizer lacks, a text is empty, or an id is outside the policy's vocabulary of `vocab` ids.
@@ -266,7 +267,7 @@ impl PpoParts {
         let vocab = self.learner.policy.config().vocab_size;
         check_encoder_decoder(config, self.learner.policy.config())?;
         self.tokenizer.set_encoder_decoder(self.learner.policy.config().is_encoder_decoder());
-        let limit = prompt_limit_of(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
+        let limit = model_prompt_limit(&self.learner, self.reference.as_ref(), &self.rewards, config.response_length)?;
         check_prompts(name_of!(self.prompts), &self.prompts, limit, vocab)?;
         check_prompts("eval_prompts", &self.eval_prompts, limit, vocab)?;
         for (name, is_empty) in
@@ -276,8 +277,8 @@ impl PpoParts {
                 return Err(Error::Usage(format!("PpoParts::{name}: expected at least one, found none")));
             }
         }
-        let of_eval = self.eval_prompts.iter().take(SAMPLE_ROWS.max(config.num_eval_prompts));
-        self.prompts.iter().chain(of_eval).try_for_each(|prompt| self.rewards.check_row(&prompt.row))?;
+        let eval_prompts = self.eval_prompts.iter().take(SAMPLE_ROWS.max(config.num_eval_prompts));
+        self.prompts.iter().chain(eval_prompts).try_for_each(|prompt| self.rewards.check_row(&prompt.row))?;
         let ends = Ends::find(config, &self.tokenizer, vocab)?;
         self.learner.policy.set_generation(generation_settings(config));
         if self.learner.unsupervised.is_none() {
@@ -327,14 +328,15 @@ impl Loaded {
         let optional: Vec<_> = folders.specs.iter().filter_map(Spec::optional_column).collect();
         let Models { learner, reference, mut rewards, tokenizer, mut notes } = Models::load(run, more, folders, world)?;
         let environment = start_environment(config, &tokenizer, &mut rewards)?;
-        let of_models = prompt_limit_of(&learner, reference.as_ref(), &rewards, config.response_length)?;
-        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, of_models)?);
+        let model_limit = model_prompt_limit(&learner, reference.as_ref(), &rewards, config.response_length)?;
+        let limit = (learner.policy.config().vocab_size, PromptLimit::new(&config.prompt_length, model_limit)?);
         let environment = environment.map(|environment| environment.limited_to(limit.1));
         let prompts = load_prompts(config, &sources, &tokenizer, &rewards, limit, &mut inputs)?;
         check_columns(&optional, prompts.train.iter().map(|prompt| &prompt.row))?;
         check_cuts(config, &rewards, &prompts)?;
         notes.extend(prompts.notes);
-        let (cursor, commits) = (prompts.cursor, asked.commits());
+        let cursor = prompts.cursor;
+        let commits = asked.commits();
         let parts =
             PpoParts { learner, reference, rewards, tokenizer, prompts: prompts.train, eval_prompts: prompts.eval };
         Ok(Self { parts, environment, cursor, notes, commits, inputs })
@@ -375,8 +377,9 @@ impl Models {
         asked.download(world, &paths_read(run), || Folders::find(run, &mut Inputs::default()).map(drop))?;
         let load = || {
             let models = Self::load(run, more, Folders::find(run, &mut Inputs::default())?, world)?;
-            let (reference, rewards) = (models.reference.as_ref(), &models.rewards);
-            prompt_limit_of(&models.learner, reference, rewards, config.response_length)?;
+            let reference = models.reference.as_ref();
+            let rewards = &models.rewards;
+            model_prompt_limit(&models.learner, reference, rewards, config.response_length)?;
             Ok(models)
         };
         let mut models = world.agree(load())?;
@@ -389,8 +392,8 @@ impl Models {
 
     fn load(run: &PpoRun, more: Rewards, folders: Folders, world: &World) -> Result<Self> {
         let config = &run.config;
-        // Each tensor as its file has it, computed in the policy's precision: widening a weight loses nothing, so the reference
-        // gives exactly the numbers of the policy that it is a copy of, from half the memory where the files are in bf16.
+        // Each tensor stays as its file has it and is computed in the policy's precision: widening a weight loses nothing, so the reference
+        // gives exactly the same numbers as the policy that it is a copy of, with half the memory where the files are in bf16.
         let frozen = model_options(&config.run)?;
         let Folders { policy: dir, value: value_dir, tokenizer, specs } = folders;
         let specs = if more.is_recorded() { specs.into_iter().map(Spec::recorded).collect() } else { specs };
@@ -458,8 +461,8 @@ impl Folders {
     }
 }
 
-/// An adapter without dropout, which would make the first ratios differ from 1.
-fn undropped(lora: LoraConfig) -> LoraConfig {
+/// Removes the dropout of an adapter, which would make the first ratios differ from 1.
+fn without_dropout(lora: LoraConfig) -> LoraConfig {
     LoraConfig { dropout: 0.0, ..lora }
 }
 
@@ -467,13 +470,13 @@ fn undropped(lora: LoraConfig) -> LoraConfig {
 /// frozen copy.
 fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions, world: &World) -> Result<(CausalLm, Option<CausalLm>)> {
     let config = &run.config;
-    let lora = config.peft.lora().map(undropped);
+    let lora = config.peft.lora().map(without_dropout);
     let mut policy = CausalLm::from_pretrained(dir, trained_options(frozen, lora.is_some()))?;
-    // An adapter in the folder (SFT's) is merged, into the reference too.
+    // An adapter in the folder (of SFT) is merged, into the reference too.
     policy.prepare(config.optimizer.optim.trains(lora.is_some()))?;
-    // Each model is divided over the ranks at once, so that no more than one is whole in memory while models are loaded.
+    // Each model is divided over the ranks right after it is loaded, so that only one is whole in memory at a time.
     let divide = |policy: &mut CausalLm| {
-        // A value head is still to come into the policy's memory.
+        // A value head on the policy is added later, so such a policy is divided later.
         if !config.legacy.value_head {
             policy.set_trainable(true);
             policy.shard(world, run.learner.policy_stage);
@@ -488,7 +491,7 @@ fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions, world: &World) ->
         }
         (None, Some(layers)) => {
             let mut reference = policy.share_lower_layers(layers)?;
-            // Before it is offloaded, as a dtype cannot change later.
+            // Before the offloading, as an offloaded model cannot change its dtype.
             reference.hold_as_computed();
             Some(reference)
         }
@@ -501,7 +504,7 @@ fn load_policy(run: &PpoRun, dir: &Path, frozen: ModelOptions, world: &World) ->
 }
 
 /// The reference model of the run, by its settings.
-fn reference_of(config: &PpoConfig) -> Reference<'_> {
+fn reference_settings(config: &PpoConfig) -> Reference<'_> {
     Reference {
         run: &config.run,
         is_synced: config.sync.sync_ref_model,
@@ -512,8 +515,8 @@ fn reference_of(config: &PpoConfig) -> Reference<'_> {
 
 /// Loads a reference model that shares nothing with the policy, and divides it over the ranks.
 fn load_reference(config: &PpoConfig, dir: &Path, frozen: ModelOptions, world: &World) -> Result<CausalLm> {
-    let mut reference = reference_of(config).load(dir, frozen)?;
-    reference_of(config).place(&mut reference, world, false)?;
+    let mut reference = reference_settings(config).load(dir, frozen)?;
+    reference_settings(config).place(&mut reference, world, false)?;
     Ok(reference)
 }
 
@@ -524,8 +527,8 @@ pub(super) fn load_synced_reference(
     frozen: ModelOptions,
     world: &World,
 ) -> Result<CausalLm> {
-    let mut reference = reference_of(config).load_saved(dir, frozen)?;
-    reference_of(config).place(&mut reference, world, false)?;
+    let mut reference = reference_settings(config).load_saved(dir, frozen)?;
+    reference_settings(config).place(&mut reference, world, false)?;
     Ok(reference)
 }
 
@@ -546,15 +549,15 @@ struct LoadedValue {
 /// with a new head. Returns it with warnings about its dtype.
 fn load_value(
     config: &PpoConfig,
-    own: Option<&Path>,
+    value_dir: Option<&Path>,
     policy: &Path,
     rewards: &Rewards,
     frozen: ModelOptions,
 ) -> Result<(LoadedValue, Vec<String>)> {
-    let lora = config.value_lora().map(undropped);
+    let lora = config.value_lora().map(without_dropout);
     let new_head = config.new_reward_head.then_some(config.run.seed);
-    let of_reward = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
-    let (dir, head) = match (own, of_reward) {
+    let reward_dir = rewards.models().find(|model| model.can_be_value_model()).map(RewardModel::dir);
+    let (dir, head) = match (value_dir, reward_dir) {
         (Some(dir), _) | (None, Some(dir)) => (dir, new_head),
         // A reward model with another tokenizer or several labels cannot be the start of a value model.
         (None, None) => (policy, Some(config.run.seed)),
@@ -563,7 +566,7 @@ fn load_value(
     model.check_values(dir)?;
     model.prepare(config.optimizer.optim.trains(lora.is_some()))?;
     if let Some(lora) = &lora {
-        // PEFT knows no other names.
+        // PEFT knows only these names of parameters.
         model.set_format(ClassifierFormat::Transformers)?;
         model.add_adapter(lora, config.run.seed)?;
     }
@@ -609,7 +612,8 @@ fn bare_prompts(config: &PpoConfig, tokenizer: &Tokenizer, prompts: &[Prompt]) -
         return None;
     }
     let is_text = |prompt: &&Prompt| prompt_field(&prompt.row).is_some_and(|(_, value)| value.is_string());
-    let (texts, all) = (prompts.iter().filter(is_text).count(), prompts.len());
+    let texts = prompts.iter().filter(is_text).count();
+    let all = prompts.len();
     (texts > 0).then(|| {
         let which = if texts == all { "the prompts are".into() } else { format!("{texts} of {all} prompts are") };
         format!(
@@ -642,14 +646,14 @@ pub(in crate::train) fn read_prompts(
         train = train.into_iter().map(|train| train.with_system_prompt(system)).collect();
         eval = eval.map(|eval| eval.with_system_prompt(system));
     }
-    // Where long prompts are dropped, later ones take their places.
+    // Where long prompts are dropped, later prompts take their places, so all rows are needed.
     if config.prompt_length.long_prompts != LongPrompts::Drop {
         eval = eval.map(|eval| eval.first(SAMPLE_ROWS.max(config.num_eval_prompts)));
     }
     Ok((gather(&train, read)?, gather(eval.as_slice(), read)?))
 }
 
-/// Refuses a run that has no reward, or chooses the best model by one that it has not; `names` are those of its rewards.
+/// Refuses a run without rewards, or one that chooses the best model by a reward that it does not have; `names` are the names of its rewards.
 pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
     // An environment names its reward once it has started.
@@ -671,7 +675,7 @@ pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = 
 
 /// Refuses the `policy`, a folder or a name, as its own reward model.
 pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: &Path) -> Result<()> {
-    // As in TRL, the user may want one model with a random score head.
+    // As in TRL: with `new_reward_head` the user may want one model with a random score head.
     match rewards.iter().filter_map(Spec::model_path).find(|path| is_same_folder(path, policy)) {
         _ if config.new_reward_head => Ok(()),
         Some(same) => Err(Error::refused(
@@ -688,10 +692,10 @@ pub(crate) fn check_reward_models(config: &PpoConfig, rewards: &[Spec], policy: 
     }
 }
 
-/// Returns the texts that are mixed in, if there are any, in blocks of the `longest` prompt with a response.
+/// Returns the texts that are mixed in, if there are any, in blocks as long as the `longest` prompt plus a response.
 ///
 /// # Errors
-/// As [`Unsupervised::find`].
+/// The errors of [`Unsupervised::find`].
 pub(in crate::train) fn find_texts(
     config: &PpoConfig,
     tokenizer: &Tokenizer,
@@ -736,7 +740,7 @@ pub(super) fn open(run: &PpoRun, world: &World) -> Result<Opening> {
     Opening::new(world, COMMAND, (&run.config, &run.config.run), &paths_read(run))
 }
 
-/// Returns the paths that a run reads, as its settings name them, with those of its rewards.
+/// Returns the paths that a run reads, as its settings and its rewards name them.
 fn paths_read(run: &PpoRun) -> Vec<&Path> {
     let config = &run.config;
     let rewards = run.rewards.iter().filter_map(Spec::model_path);
@@ -785,12 +789,12 @@ pub(crate) fn check_encoder_decoder(config: &PpoConfig, policy: &ModelConfig) ->
     }
 }
 
-/// Returns [`prompt_limit`] for the smallest context of all models that read ids.
+/// Returns [`prompt_limit`] for the smallest context of all models that read token ids.
 ///
 /// # Errors
-/// As there, and if a model cannot read what the policy writes: it is on another device, knows fewer tokens, or only one of the two is an
-/// encoder-decoder.
-fn prompt_limit_of(
+/// The errors of [`prompt_limit`]; if a model cannot read what the policy writes: it is on another device, knows fewer tokens, or only one of
+/// the two is an encoder-decoder.
+fn model_prompt_limit(
     learner: &Learner,
     reference: Option<&CausalLm>,
     rewards: &Rewards,
@@ -798,22 +802,23 @@ fn prompt_limit_of(
 ) -> Result<PromptLimit> {
     let policy = &learner.policy;
     let value = learner.value.model();
-    let of_value = value.map(|value| ("value model", value.device()));
-    let of_reference = reference.map(|reference| ("reference", reference.device()));
-    for (name, device) in of_value.into_iter().chain(of_reference) {
+    let value_device = value.map(|value| ("value model", value.device()));
+    let reference_device = reference.map(|reference| ("reference", reference.device()));
+    for (name, device) in value_device.into_iter().chain(reference_device) {
         if device != policy.device() {
             let message = format!("{name}: expected the policy's device {:?}, found {device:?}", policy.device());
             return Err(Error::Usage(message));
         }
     }
     let read_ids = rewards.models().filter(|model| !model.reads_text());
-    let of_rewards = read_ids.map(|model| (model.dir().display().to_string(), model.classifier().config()));
+    let reward_models = read_ids.map(|model| (model.dir().display().to_string(), model.classifier().config()));
     let others = value.map(|value| ("value model".into(), value.config())).into_iter();
     let others = others.chain(reference.map(|reference| ("reference".into(), reference.config())));
     let mut context = policy.config().max_position_embeddings;
-    for (name, model) in of_rewards.chain(others) {
-        // The policy may sample any of its ids, also those behind the tokenizer's last.
-        let (expected, found) = (policy.config().vocab_size, model.vocab_size);
+    for (name, model) in reward_models.chain(others) {
+        // The policy may sample any of its ids, including those after the tokenizer's last id.
+        let expected = policy.config().vocab_size;
+        let found = model.vocab_size;
         if found < expected {
             let message = format!("{name}: vocab_size: expected at least the policy's {expected}, found {found}");
             return Err(Error::Run(message));
@@ -824,7 +829,7 @@ fn prompt_limit_of(
     prompt_limit(policy.config(), context, response_length)
 }
 
-/// Refuses a model of the policy's tokens that has an encoder where the policy has none, or the other way round.
+/// Refuses a model that reads the policy's tokens if it has an encoder and the policy has none, or the other way round.
 pub(crate) fn check_same_kind(name: &str, policy: &ModelConfig, model: &ModelConfig) -> Result<()> {
     let kind = |model: &ModelConfig| {
         if model.is_encoder_decoder() { "an encoder-decoder" } else { "a single stack of layers" }
@@ -839,11 +844,12 @@ fn is_same_folder(a: &Path, b: &Path) -> bool {
     a == b || a.canonicalize().is_ok_and(|a| b.canonicalize().is_ok_and(|b| a == b))
 }
 
-/// Checks the prompts of [`PpoParts`] that have this name there.
+/// Checks the prompts in the field `name` of [`PpoParts`].
 fn check_prompts(name: &str, prompts: &[Prompt], limit: PromptLimit, vocab: i64) -> Result<()> {
     let longest = limit.max_length();
     for (row, Prompt { tokens, .. }) in prompts.iter().enumerate() {
-        let (found, strange) = (tokens.len(), tokens.iter().find(|id| !(0..vocab).contains(*id)));
+        let found = tokens.len();
+        let strange = tokens.iter().find(|id| !(0..vocab).contains(*id));
         let problem = match strange {
             Some(id) => format!("ids below the policy's vocabulary of {vocab}, found {id}"),
             None if (1..=longest).contains(&found) => continue,
@@ -854,8 +860,8 @@ fn check_prompts(name: &str, prompts: &[Prompt], limit: PromptLimit, vocab: i64)
     Ok(())
 }
 
-/// Returns the sampling settings of the policy's responses in training, by the names of transformers' generation configuration; but for the
-/// stop strings, without whose tokenizer transformers would refuse to generate.
+/// Returns the sampling settings of the policy's responses in training, by the names of transformers' generation configuration. Stop strings are
+/// left out: transformers refuses to generate with them unless it is given the tokenizer.
 fn generation_settings(config: &PpoConfig) -> Map<String, Value> {
     let how = &config.sampling;
     let settings = json!({
@@ -894,14 +900,14 @@ mod tests {
         (config.run.bf16, config.run.offload.offload) = (true, vec![OffloadPart::Models]);
         let run = PpoRun::new(&config).unwrap();
         let mut parts = Loaded::of_run(&run, Rewards::new(), Found::default(), &World::single()).unwrap().parts;
-        let own = |parts: &PpoParts| -> Vec<_> {
+        let upper_layer_params = |parts: &PpoParts| -> Vec<_> {
             let reference = parts.reference.as_ref().unwrap();
             let params = reference.params().iter().filter(|param| param.name.contains("layers.1.mlp"));
             params.map(|param| (param.tensor.kind(), param.tensor.data_ptr())).collect()
         };
-        let loaded = own(&parts);
+        let loaded = upper_layer_params(&parts);
         assert!(!loaded.is_empty() && loaded.iter().all(|(kind, _)| *kind == Kind::BFloat16), "{loaded:?}");
         parts.prepare(&run).unwrap();
-        assert_eq!(own(&parts), loaded);
+        assert_eq!(upper_layer_params(&parts), loaded);
     }
 }

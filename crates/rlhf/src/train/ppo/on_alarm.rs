@@ -9,14 +9,15 @@ use rlhf_base::metrics::{Warning, WarningKind};
 use rlhf_base::{Error, Result};
 
 impl PpoTrainer {
-    /// Takes the strongest action that `on_alarm` sets for the alarms of the last update, and writes what is `due` after an update that
-    /// counts.
+    /// Takes the strongest action that `on_alarm` sets for the alarms of the last update. Unless the run is rolled back, writes what is `due`
+    /// after the update.
     ///
     /// # Errors
     /// [`Error::Stopped`] if an alarm stops the run; if a file cannot be read or written.
     pub(super) fn act_on_alarms(&mut self, session: &mut Session<'_>, due: Due) -> Result<()> {
         let Some((kind, action)) = self.alarm_action()? else { return session.save_due(self, due) };
-        let (name, update) = (kind.name(), self.course.progress.done);
+        let name = kind.name();
+        let update = self.course.progress.done;
         let (action, why) = match action {
             AlarmAction::Warn => return session.save_due(self, due),
             AlarmAction::Stop => ("stop", String::new()),
@@ -33,7 +34,7 @@ impl PpoTrainer {
         self.learner.world.agree(Err(Error::Stopped { message, code: STOPPED_BY_ALARM }))
     }
 
-    /// Returns the alarm of the last update with the strongest action, which rank 0 decides for all.
+    /// Returns the alarm of the last update with the strongest action; rank 0 decides it for all ranks.
     fn alarm_action(&self) -> Result<Option<(WarningKind, AlarmAction)>> {
         let alarms = &self.run.config.alarms;
         if !alarms.acts() {
@@ -41,7 +42,7 @@ impl PpoTrainer {
         }
         let kinds: Vec<WarningKind> = self.monitor.warnings.iter().map(|warning: &Warning| warning.kind).collect();
         let strongest = kinds.iter().copied().rev().max_by_key(|kind| alarms.action(*kind));
-        let place = |kind| WarningKind::ALL.iter().position(|of| *of == kind).map_or(-1.0, |place| place as f64);
+        let place = |kind| WarningKind::ALL.iter().position(|known| *known == kind).map_or(-1.0, |place| place as f64);
         let mut chosen = [strongest.map_or(-1.0, place)];
         self.learner.world.broadcast_numbers(&mut chosen)?;
         let kind = WarningKind::ALL.iter().enumerate().find(|(place, _)| *place as f64 == chosen[0]);
@@ -49,10 +50,11 @@ impl PpoTrainer {
     }
 
     /// Continues from the last checkpoint from before the alarm's metric began to move, with half the learning rate and other samples.
-    /// Returns why it cannot, if it cannot.
+    /// Returns the reason if it cannot.
     fn roll_back(&mut self, session: &mut Session<'_>, kind: WarningKind) -> Result<Option<String>> {
-        let (step, rollbacks, most) =
-            (self.course.progress.done, self.course.progress.rollbacks, self.run.config.alarms.max_rollbacks);
+        let step = self.course.progress.done;
+        let rollbacks = self.course.progress.rollbacks;
+        let most = self.run.config.alarms.max_rollbacks;
         if rollbacks >= most {
             return Ok(Some(format!("max_rollbacks = {most} of them are done")));
         }
@@ -63,7 +65,8 @@ impl PpoTrainer {
                  save_total_limit keeps one"
             )));
         };
-        let (to, share) = (saved.state.update, 1u64 << (rollbacks + 1).min(63));
+        let to = saved.state.update;
+        let share = 1u64 << (rollbacks + 1).min(63);
         let message = format!(
             "update {step}: the alarm {}, whose metric began to move in update {began}, rolls the run back to \
              checkpoint-{to}: it continues with 1/{share} of its learning rate, and \
@@ -81,8 +84,8 @@ impl PpoTrainer {
         0.5f64.powi(self.course.progress.rollbacks as i32)
     }
 
-    /// Returns the seed of the responses that are trained on: another one after each rollback. Evaluations and sample tables keep the
-    /// run's.
+    /// Returns the seed of the responses that are trained on: another seed after each rollback. Evaluations and sample tables keep the
+    /// run's seed.
     pub(super) fn sampling_seed(&self) -> u64 {
         self.run.config.run.seed.wrapping_add((self.course.progress.rollbacks as u64) << 32)
     }

@@ -1,6 +1,6 @@
 //! `rlhf replay`: one update of a run again, from its rollout file and the checkpoint before it.
 //!
-//! The update itself is that of the trainer: the responses and their scores come from the file instead of from sampling and rewards, and an
+//! The update itself is the trainer's: the responses and their scores come from the file instead of from sampling and rewards, and an
 //! observer of the learner collects every number.
 
 mod changes;
@@ -10,7 +10,7 @@ use super::{Batch, COMMAND, PpoTrainer, Timed};
 use crate::data::{Episode, Prompt};
 use crate::reward::{ComponentScores, FnReward, Rewards, ScoreTransform, Scored};
 use crate::rl::kl::KlController;
-use crate::rl::trace::{NamedTensors, tensors_of};
+use crate::rl::trace::{NamedTensors, collect_tensors};
 use crate::run::Runtime;
 use crate::run::checkpoint::{Change, Saved, UpdateRecord, name_of, numbered};
 use crate::run::event::{Rollout, RolloutRow, RolloutTurns};
@@ -56,7 +56,7 @@ pub(super) struct RecordedScores {
 #[derive(Debug, Deserialize)]
 struct RecordedReward {
     name: String,
-    /// Null where it was not finite.
+    /// The weight; `None` where it was not finite.
     weight: Option<f64>,
     extra: Vec<(String, Option<f64>)>,
 }
@@ -81,7 +81,7 @@ pub struct RecordedUpdate {
     update: usize,
     rows: Vec<RolloutRow>,
     record: UpdateRecord,
-    /// The checkpoint before the update; none before the first.
+    /// The checkpoint before the update; `None` before the first update.
     from: Option<Saved>,
 }
 
@@ -101,15 +101,18 @@ impl RecordedUpdate {
         let path = run.join(ROLLOUTS).join(file_name(update));
         let Rollout { rows, record } = read_rollout(&path, update)?;
         let record = UpdateRecord::read(&path, record)?;
-        // An error of a file that is compared at the end ends the replay here.
+        // The line is compared at the end; an error in its file ends the replay already here.
         metrics_line(run, update)?;
         if record.state.update + 1 != update {
             let message = format!("expected the record of update {update}, found that of {}", record.state.update + 1);
             return Err(Error::invalid(path, message));
         }
-        let own = record.parts().part("own").ok().and_then(Value::as_str);
-        if let Some(own) = own {
-            return Err(Error::invalid(run, format!("the run had {own} of its caller, which its files do not have")));
+        let callbacks = record.parts().part("own").ok().and_then(Value::as_str);
+        if let Some(callbacks) = callbacks {
+            return Err(Error::invalid(
+                run,
+                format!("the run had {callbacks} of its caller, which its files do not have"),
+            ));
         }
         let from = (update > 1).then(|| before(run, update, &recorded)).transpose()?;
         Ok(Self { run: run.into(), update, rows, record, from })
@@ -120,7 +123,7 @@ impl RecordedUpdate {
         &self.record.state.config
     }
 
-    /// Number of ranks of the run. On as many a replay is equal bit by bit.
+    /// Number of ranks of the run. A replay on the same number is equal bit by bit.
     pub fn ranks(&self) -> usize {
         self.record.state.ranks
     }
@@ -150,12 +153,12 @@ impl RecordedUpdate {
     /// (`update.safetensors`), models and optimizers after the update (`after`), metrics, and a comparison with the run. Nothing is sampled,
     /// no reward is computed, and nothing in the run's folder changes.
     ///
-    /// An update of several ranks is computed by as many, bit by bit, or by one process, whose sums are rounded in another order. All ranks
-    /// call this; rank 0 writes and compares, and each of several ranks writes the numbers of its own micro-batches, to
+    /// An update of several ranks is computed by as many ranks, bit by bit, or by one process, whose sums are rounded in another order. All ranks
+    /// call this; rank 0 writes and compares, and each of several ranks writes the numbers of its own micro-batches to
     /// `update-rank-N.safetensors`.
     ///
     /// # Errors
-    /// If a setting differs from the run's that decides what was sampled or read; if models or data have changed since; if `output_dir`
+    /// If a setting differs from the run's that decides what was sampled or read; if models or data have changed since the run; if `output_dir`
     /// holds anything or lies in the run's folder; if there are several ranks, but not as many as in the run.
     pub fn replay(
         &self,
@@ -165,7 +168,7 @@ impl RecordedUpdate {
     ) -> Result<Replayed> {
         let Runtime { world, .. } = runtime.into();
         self.check_ranks(world.size())?;
-        // Batches have the sizes that the run's ranks gave them.
+        // Batch sizes depend on the number of ranks, so they are computed as in the run.
         as_ranks(self.ranks(), || self.replay_on(&world, config, output_dir.as_ref()))
     }
 
@@ -219,7 +222,7 @@ impl RecordedUpdate {
         Ok(replayed)
     }
 
-    /// The settings of `config` that differ from the run's, but for the output folder.
+    /// The settings of `config` that differ from the run's, except the output folder.
     fn changes(&self, config: &PpoConfig) -> Result<Vec<Change>> {
         let changes = self.record.changes(config)?;
         Ok(changes.into_iter().filter(|change| change.name != "output_dir").collect())
@@ -254,13 +257,14 @@ impl RecordedUpdate {
 
     /// Loads the run as it was before the update, with its recorded responses as the next ones.
     fn trainer(&self, mut run: PpoRun, changes: &[Change], world: &World) -> Result<PpoTrainer> {
-        // No part of the run is computed from these.
+        // These settings change no number of the update.
         let config = &mut run.config;
         config.run.output_dir.clone_from(&self.run);
-        (config.rollout_log.log_rollouts, config.rollout_log.rollouts_limit) = (false, None);
+        config.rollout_log.log_rollouts = false;
+        config.rollout_log.rollouts_limit = None;
         if config.run.device.resolve()? == Device::Cpu {
-            // The folder of the run need not be writable. From a GPU nothing goes to a file, and the steps of a sharded state that is
-            // offloaded are computed by the processor.
+            // The folder of the run need not be writable. From a GPU nothing is offloaded to a file, and the steps of a sharded, offloaded state
+            // are computed by the processor.
             config.run.keep_in_memory();
         }
         if !changes.iter().any(|change| change.name == "num_threads") {
@@ -276,7 +280,8 @@ impl RecordedUpdate {
             return Err(Error::invalid(&self.run, message));
         }
         trainer.plan.num_total_batches = self.record.state.num_updates;
-        let (expected, found) = (self.count("batch_size")?, trainer.plan.batch_size);
+        let expected = self.count("batch_size")?;
+        let found = trainer.plan.batch_size;
         if found != expected {
             return Err(Error::Usage(format!(
                 "batch sizes: expected settings that make an update of {expected} responses, as in the run, found {found}"
@@ -287,7 +292,7 @@ impl RecordedUpdate {
         Ok(trainer)
     }
 
-    /// Rewards of the run after the `named` ones of its settings: those of its caller. They have no scores but the recorded ones.
+    /// Stand-ins for the caller's rewards, which come after the `named` rewards of the settings. They have only the recorded scores.
     fn stand_ins(&self, named: usize) -> Result<Rewards> {
         let mut rewards = Rewards::recorded();
         for RecordedReward { name, weight, .. } in self.rewards()?.into_iter().skip(named) {
@@ -301,28 +306,29 @@ impl RecordedUpdate {
         self.record.parts().parsed("rewards")
     }
 
-    /// A count of the record.
+    /// A count in the record.
     fn count(&self, name: &str) -> Result<usize> {
         self.record.parts().parsed(name)
     }
 
     /// Restores weights, optimizers and state before the update.
     fn restore(&self, trainer: &mut PpoTrainer, changes: &[Change]) -> Result<()> {
-        if let Some(from) = &self.from {
+        if let Some(checkpoint) = &self.from {
             let has_critic = self.record.state.setting("advantage_estimator").as_str() == Some("gae");
             if trainer.run.needs_critic && !has_critic {
                 return Err(Error::refused(
                     "advantage_estimator",
-                    format!(" = gae: expected one without a value model: {} has none", from.dir.display()),
+                    format!(" = gae: expected one without a value model: {} has none", checkpoint.dir.display()),
                 ));
             }
-            trainer.load(from)?;
+            trainer.load(checkpoint)?;
         }
-        let (limit, device) = (MicroBatchSettings::from(&trainer.run.config.run), trainer.learner.policy.device());
+        let limit = MicroBatchSettings::from(&trainer.run.config.run);
+        let device = trainer.learner.policy.device();
         let tokens = &mut trainer.learner.micro_batch_tokens;
         *tokens = limit.resumed_tokens(device, *tokens, &self.record.parts().parsed("micro_batch")?);
-        let of_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
-        if changes.iter().any(of_kl) {
+        let changes_kl = |change: &Change| ["kl_coef", "kl_coef_end", "adap_kl_ctrl"].contains(&change.name.as_str());
+        if changes.iter().any(changes_kl) {
             trainer.course.kl_controller = KlController::new(&trainer.run.config.kl, trainer.plan.num_total_batches);
         }
         let coef = trainer.run.config.loss.entropy_coef;
@@ -347,8 +353,8 @@ impl RecordedUpdate {
                     row.prompt_row
                 ));
             }
-            let of_prompt = row.turns.iter().flat_map(|turns| &turns.prompt_ids);
-            if let Some(id) = row.token_ids.iter().chain(of_prompt).find(|id| !(0..vocab).contains(*id)) {
+            let prompt_ids = row.turns.iter().flat_map(|turns| &turns.prompt_ids);
+            if let Some(id) = row.token_ids.iter().chain(prompt_ids).find(|id| !(0..vocab).contains(*id)) {
                 return invalid(format!("expected token ids below the vocabulary of {vocab}, found {id}"));
             }
         }
@@ -371,8 +377,8 @@ impl RecordedUpdate {
         };
         let episode = |row: &RolloutRow| {
             let turns = row.turns.clone()?;
-            let row_of_data = trainer.data.prompts[row.prompt_row].row.clone();
-            let prompt = Prompt { tokens: turns.prompt_ids, text: row.prompt.clone(), row: row_of_data };
+            let data_row = trainer.data.prompts[row.prompt_row].row.clone();
+            let prompt = Prompt { tokens: turns.prompt_ids, text: row.prompt.clone(), row: data_row };
             let RolloutTurns { messages, calls, failures, reward, .. } = turns;
             Some(Episode {
                 prompt,
@@ -394,7 +400,7 @@ impl RecordedUpdate {
             dropped: self.count("dropped")?,
             reused: self.count("reused")? > 0,
             warnings: Vec::new(),
-            // A replay samples none of them.
+            // A replay samples no responses.
             sampling: Timed::default(),
             sampled_groups: self.count("sampled_groups")?,
             replaced_groups: self.count("replaced_groups")?,
@@ -429,11 +435,8 @@ impl RecordedUpdate {
     /// Compares the replayed update with the run.
     fn compared(&self, trainer: &PpoTrainer, metrics: &Metrics, changes: Vec<Change>, out: &Path) -> Result<Replayed> {
         let size = trainer.learner.world.size();
-        let bound = if self.ranks() == size {
-            Bound::Bits
-        } else {
-            Bound::of_rounding(trainer.run.config.run.is_low_precision())
-        };
+        let bound =
+            if self.ranks() == size { Bound::Bits } else { Bound::rounding(trainer.run.config.run.is_low_precision()) };
         let line = metrics_line(&self.run, self.update)?;
         let compared = line.map(|line| compare::metrics(&line, metrics, bound));
         let place = self.run.join(name_of(self.update));
@@ -459,14 +462,14 @@ fn observed_update(trainer: &mut PpoTrainer) -> Result<(Metrics, NamedTensors)> 
     let (sender, events) = channel();
     trainer.learner.observer = Some(sender);
     let outcome = trainer.one_update(&|_| ());
-    // Ends the events.
+    // Dropping the sender ends the events.
     trainer.learner.observer = None;
     let metrics = outcome?.metrics;
     trainer.course.progress.done += 1;
-    Ok((metrics, tensors_of(events)))
+    Ok((metrics, collect_tensors(events)))
 }
 
-/// Checks that the folder `run` holds a run of PPO, whose `update` is wanted.
+/// Checks that the folder `run` holds a run of PPO, of which `update` is to be replayed.
 fn check_run(run: &Path, update: usize) -> Result<()> {
     let found = match run {
         run if !run.exists() => "no such folder",
@@ -513,7 +516,7 @@ fn before(run: &Path, update: usize, recorded: &[usize]) -> Result<Saved> {
     Err(Error::invalid(run, message))
 }
 
-/// Describes the updates that can be replayed: those with a rollout, and a checkpoint before them or the start of the run.
+/// Describes the updates that can be replayed: they have a rollout, and a checkpoint or the start of the run before them.
 fn can_replay(run: &Path, recorded: &[usize]) -> Result<String> {
     let saved = numbered(run)?;
     let has_start = |update: &usize| *update == 1 || saved.contains(&(update - 1));
@@ -539,7 +542,7 @@ fn listed(numbers: &[usize]) -> String {
 pub struct Replayed {
     update: usize,
     output_dir: PathBuf,
-    /// Number of ranks in the run and here.
+    /// Number of ranks in the run and in the replay.
     ranks: [usize; 2],
     bound: Bound,
     changed: Vec<(String, [String; 2])>,
@@ -550,11 +553,12 @@ pub struct Replayed {
 impl Replayed {
     /// The result on a rank that compares nothing.
     fn without_comparison(update: usize, output_dir: &Path, size: usize) -> Self {
-        let (ranks, bound) = ([size; 2], Bound::Bits);
+        let ranks = [size; 2];
+        let bound = Bound::Bits;
         Self { update, output_dir: output_dir.into(), ranks, bound, changed: Vec::new(), metrics: None, state: None }
     }
 
-    /// The folder that it wrote.
+    /// The folder that the replay wrote.
     pub fn output_dir(&self) -> &Path {
         &self.output_dir
     }
@@ -590,7 +594,7 @@ impl Replayed {
         metrics.chain(self.state.iter().flat_map(|state| state.differing.iter().cloned())).collect()
     }
 
-    /// Describes in one line whether the replay equals the run: bit by bit, or but for [rounding](Self::rounding). `Err` with the first
+    /// Describes in one line that the replay equals the run: bit by bit, or but for [rounding](Self::rounding). `Err` has the first
     /// difference and the number of others.
     pub fn verdict(&self) -> std::result::Result<String, String> {
         let differing = self.differing();

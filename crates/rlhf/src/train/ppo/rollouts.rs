@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use tch_ext::to_host;
 
 impl PpoTrainer {
-    /// Returns the responses of an update with the numbers that it trains on; no rows without `log_rollouts`, and on ranks that write
-    /// no files.
+    /// Returns the responses of an update with the numbers that it trains on; without `log_rollouts`, and on ranks that write no files, there
+    /// are no rows.
     pub(super) fn rollout(
         &self,
         batch: &Batch,
@@ -39,10 +39,11 @@ impl PpoTrainer {
         let asked = batch.asked(&self.data.prompts);
         let baselines = e.baselines.as_ref().map(to_host);
         let row = |row: usize| {
-            let (prompt_row, response) = (batch.rows[row], &batch.responses[row]);
+            let prompt_row = batch.rows[row];
+            let response = &batch.responses[row];
             let turns = batch.episodes.get(row).map(|episode| RolloutTurns::of(episode, response));
             let components = scored.components.iter();
-            // Of tokens that the run does not count, those of sampling: a replay with other settings may count them.
+            // Tokens that the run does not count keep the log-probabilities of sampling: a replay with other settings may count them.
             let sampled = response.logprobs.iter().zip(logprobs[row].iter().zip(&counts[row]));
             let logprobs = sampled.map(|(sampled, (logprob, counts))| if *counts > 0.0 { *logprob } else { *sampled });
             Ok(RolloutRow {
@@ -70,12 +71,12 @@ impl PpoTrainer {
         Ok(Rollout { rows, record: self.record(batch, scored)? })
     }
 
-    /// Returns the settings and the state that an update needs beside its responses and the checkpoint before it.
+    /// Returns the settings and the state that an update needs in addition to its responses and the checkpoint before it.
     fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
         let fixed = self.fixed();
-        let own = json!(fixed.own);
+        let callbacks = json!(fixed.callbacks);
         let mut parts = parts_of(&FixedState { checks: None, own: None, ..fixed });
-        parts.insert("own".into(), own);
+        parts.insert("own".into(), callbacks);
         parts.insert("rollbacks".into(), self.course.progress.rollbacks.into());
         let counts = [
             ("batch_size", self.plan.batch_size),

@@ -35,12 +35,12 @@ const OUTCOME: [(&str, &str); 8] = [
 ];
 
 impl PpoTrainer {
-    /// Runs all updates that are left: resumes from the checkpoint that the settings name, writes metrics, samples and
+    /// Runs the remaining updates: resumes from the checkpoint that the settings name, writes metrics, samples and
     /// checkpoints to `output_dir`, and policy and value model at the end. Returns the number of updates done.
     ///
     /// # Errors
     /// If `output_dir` holds something, the checkpoint is not of a run like this one, a number stops being finite, or a file
-    /// cannot be written; [`Error::Stopped`] after [`rlhf_base::signals::request_stop`]. What can be saved is saved all the same.
+    /// cannot be written; [`Error::Stopped`] after [`rlhf_base::signals::request_stop`]. Everything that can be saved is saved all the same.
     /// [`Error::NotPushed`] if all is done and saved, but the model could not be pushed to the hub.
     pub fn train(&mut self) -> Result<usize> {
         self.train_with(|_| ControlFlow::Continue(()))
@@ -53,7 +53,7 @@ impl PpoTrainer {
     /// `resume_from_checkpoint`.
     ///
     /// # Errors
-    /// As [`PpoTrainer::train`]; that `watcher` ended the run is no error.
+    /// The errors of [`PpoTrainer::train`]; it is no error if `watcher` ends the run.
     pub fn train_with(&mut self, watcher: impl FnMut(&Event<'_>) -> ControlFlow<()>) -> Result<usize> {
         let config = self.run.config.clone();
         let opening = match self.record.opening.take() {
@@ -86,7 +86,7 @@ impl PpoTrainer {
         Ok(done)
     }
 
-    /// Runs the updates that are left, with the checks, evaluations and samples that are due.
+    /// Runs the remaining updates, with the checks, evaluations and samples that are due.
     fn run_updates(&mut self, session: &mut Session<'_>) -> Result<()> {
         self.report_title(session.console());
         if !self.run.config.alarms.no_checks {
@@ -131,7 +131,7 @@ impl PpoTrainer {
         if let Ok(Some(evaluation)) = &evaluated {
             metrics.extend(&evaluation.metrics);
         }
-        // The update counts, and what is due after it is done, also where an event cannot be written.
+        // Even if an event cannot be written, the update counts, and everything that is due after it is done.
         let mut emitted = session.emit(&Event::Update { step, metrics: &metrics });
         if !shown.is_empty() {
             let source = SampleSource::Rollout;
@@ -169,13 +169,15 @@ impl PpoTrainer {
         session.console().phase("samples");
         let step = self.course.progress.done;
         let samples = self.samples(step)?;
-        let (episode, source) = (step * self.plan.batch_size, SampleSource::SamplePrompts);
+        let episode = step * self.plan.batch_size;
+        let source = SampleSource::SamplePrompts;
         session.emit(&Event::Samples { step, episode, source, samples: &samples })
     }
 
-    /// Reports what the run trains, on what, and how, with warnings and notes about its parts.
+    /// Reports the models, the data and the settings of the run, with warnings and notes about its parts.
     fn report_title(&self, console: &ConsoleOutput) {
-        let (config, plan) = (&self.run.config, &self.plan);
+        let config = &self.run.config;
+        let plan = &self.plan;
         let small =
             small_dataset(&config.data, self.data.prompts.len(), plan.prompts).filter(|_| self.data.order.is_none());
         self.record.prompt_notes.iter().chain(&small).for_each(|warning| console.warn(warning));
@@ -206,10 +208,12 @@ impl PpoTrainer {
 
     /// Returns the facts of the title.
     fn facts(&self) -> Vec<(&'static str, String)> {
-        let (config, plan) = (&self.run.config, &self.plan);
+        let config = &self.run.config;
+        let plan = &self.plan;
         let mut facts = Vec::from(describe_machine(&config.run, config.optimizer.optim, self.learner.policy.device()));
         facts.push(("updates", updates_fact(plan.num_total_batches, self.course.progress.done)));
-        let (rows, most) = (plan.batch_size, config.response_length);
+        let rows = plan.batch_size;
+        let most = config.response_length;
         facts.push(("an update", format!("{rows} responses of at most {most} tokens")));
         facts.push(("rewards", self.rewards.describe()));
         facts.push(("prompts", format!("{}, {} rows", config.data.describe(), self.data.prompts.len())));
@@ -218,7 +222,8 @@ impl PpoTrainer {
             (name.trim_start_matches("trained parameters, "), format!("{trained} of its parameters are trained"))
         };
         facts.extend(self.trained().into_iter().map(trained));
-        let (tokens, limit) = (self.learner.micro_batch_tokens, MicroBatchSettings::from(&config.run));
+        let tokens = self.learner.micro_batch_tokens;
+        let limit = MicroBatchSettings::from(&config.run);
         facts.push(("micro-batches", limit.describe(tokens, |on| self.learner.policy.activation_bytes(on))));
         facts
     }
@@ -234,9 +239,10 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Returns the updates after which the run ends: all, or those of a test.
+    /// Returns the number of updates after which the run ends: all of them, or those of a test.
     pub(super) fn last_update(&self) -> usize {
-        let (test, total) = (&self.run.config.test_mode, self.plan.num_total_batches);
+        let test = &self.run.config.test_mode;
+        let total = self.plan.num_total_batches;
         if test.enable_test_mode { (test.test_stop_step + 1).max(self.course.progress.done).min(total) } else { total }
     }
 
@@ -245,7 +251,8 @@ impl PpoTrainer {
     /// # Errors
     /// If a check fails; in bf16 and f16, whose rounding has no sharp bound, that is a warning.
     fn run_checks(&mut self, console: &ConsoleOutput) -> Result<()> {
-        let (low_precision, checks) = (self.run.config.run.is_low_precision(), self.check()?);
+        let low_precision = self.run.config.run.is_low_precision();
+        let checks = self.check()?;
         match checks.failure(Checks::tolerance(low_precision)) {
             None => console.checked(&checks.to_string()),
             Some(failure) if low_precision => console.warn(&failure),
@@ -307,7 +314,8 @@ impl Trainee for PpoTrainer {
                 self.monitor.last_metrics.push(name, value);
             }
         }
-        let (limit, device) = (MicroBatchSettings::from(&self.run.config.run), self.learner.policy.device());
+        let limit = MicroBatchSettings::from(&self.run.config.run);
+        let device = self.learner.policy.device();
         let tokens = &mut self.learner.micro_batch_tokens;
         *tokens = limit.resumed_tokens(device, *tokens, &micro_batch);
         Ok(())
@@ -327,8 +335,8 @@ impl Trainee for PpoTrainer {
 
     fn write_optimizers(&self, dir: &Path) -> Result<()> {
         self.learner.optimizers.policy.save(&dir.join(OPTIMIZER))?;
-        let of_value = self.learner.optimizers.value.as_ref();
-        of_value.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
+        let value_optimizer = self.learner.optimizers.value.as_ref();
+        value_optimizer.map_or(Ok(()), |optimizer| optimizer.save(&dir.join(VALUE_MODEL).join(OPTIMIZER)))?;
         self.learner.end_serving()
     }
 
@@ -346,7 +354,9 @@ impl Trainee for PpoTrainer {
 
     fn write_bases(&mut self) -> Result<()> {
         let out = &self.run.config.run.output_dir;
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
+        let most = self.run.config.run.max_shard_size.0;
         self.learner.policy.keep_base(&out.join(BASE_MODEL), eos, pad, most)?;
         let value = self.learner.value.model_mut();
         value.map_or(Ok(()), |value| value.keep_base(&out.join(VALUE_MODEL).join(BASE_MODEL), eos, pad, most))
@@ -379,14 +389,14 @@ impl Trainee for PpoTrainer {
         &["num_eval_prompts"]
     }
 
-    /// No update trains the policy during the warmup of the value model, nor one whose responses were all masked.
+    /// The policy is not trained during the warmup of the value model, nor in an update whose responses are all masked.
     fn may_lack_best_metric(&self) -> bool {
         let trains_nothing = self.monitor.last_metrics.get("objective/entropy").is_none();
         trains_nothing || self.course.progress.done <= self.run.config.value.value_warmup_updates
     }
 }
 
-/// Returns the numbers beside the progress bar.
+/// Returns the numbers that are shown next to the progress bar.
 fn watched(m: &Metrics) -> Vec<String> {
     let number = |name| m.get(name).unwrap_or(f64::NAN);
     let kl = m.get("objective/kl").map(|kl| format!("kl {kl:.3}"));

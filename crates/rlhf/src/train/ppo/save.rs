@@ -19,7 +19,7 @@ impl PpoTrainer {
         self.learner.save_together(|| self.write_all(dir, self.run.config.run.save_dtype))
     }
 
-    /// [`PpoTrainer::save_model`] on rank 0, while the others hand over their parts of the models.
+    /// [`PpoTrainer::save_model`] on rank 0, while the other ranks hand over their parts of the models.
     pub(super) fn write_all(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         replace_files(dir, |dir| self.write_policy(dir, dtype))?;
         if self.learner.value.model().is_some() {
@@ -39,19 +39,19 @@ impl PpoTrainer {
         for (metric, name, decimals) in CARD_METRICS {
             facts.extend(self.monitor.last_metrics.get(metric).map(|value| (name, format!("{value:.decimals$}"))));
         }
-        let (base_model, is_adapter) =
-            (Some(self.run.config.sft_model_path.as_path()), self.learner.policy.has_adapter());
+        let base_model = Some(self.run.config.sft_model_path.as_path());
+        let is_adapter = self.learner.policy.has_adapter();
         let command = self.run.config.preset.command();
         Card { command, base_model, is_adapter, facts: &facts }.write(dir)
     }
 
-    /// Writes the moving average of the policy, if there is one, as the policy is written.
+    /// Writes the moving average of the policy, if there is one, in the same form as the policy.
     pub(super) fn write_ema(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let Some(ema) = &self.learner.ema else { return Ok(()) };
         ema.with(&self.learner.policy, |_| self.write_policy(dir, dtype))
     }
 
-    /// Writes the models to the folder of a checkpoint or of the best model; with `Auto` with every bit of them and of the average.
+    /// Writes the models to the folder of a checkpoint or of the best model; with the dtype `Auto` every bit of them and of the average is kept.
     pub(super) fn write_folder(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         self.write_policy(dir, dtype)?;
         if let Some(ema) = &self.learner.ema {
@@ -62,7 +62,8 @@ impl PpoTrainer {
     }
 
     fn write_policy(&self, dir: &Path, dtype: Dtype) -> Result<()> {
-        let (pad, most) = (self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
+        let pad = self.tokenizer.pad();
+        let most = self.run.config.run.max_shard_size.0;
         // The stop tokens of training end a response elsewhere too.
         let mut eos = self.tokenizer.eos_ids().to_vec();
         eos.extend(self.sampler.stop.iter().filter(|id| !self.tokenizer.eos_ids().contains(id)));
@@ -72,7 +73,9 @@ impl PpoTrainer {
 
     fn write_value_model(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         let Some(value) = self.learner.value.model() else { return Ok(()) };
-        let (eos, pad, most) = (self.tokenizer.eos_ids(), self.tokenizer.pad(), self.run.config.run.max_shard_size.0);
+        let eos = self.tokenizer.eos_ids();
+        let pad = self.tokenizer.pad();
+        let most = self.run.config.run.max_shard_size.0;
         value.save_pretrained_as(dir, eos, pad, most, dtype)?;
         self.tokenizer.save_pretrained(dir)
     }

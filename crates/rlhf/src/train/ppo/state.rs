@@ -1,4 +1,4 @@
-//! The state of a run in its checkpoints, beside weights, optimizers and the best model.
+//! The state of a run in its checkpoints, without weights, optimizers and the best model.
 
 use super::super::fixed_state;
 use super::PpoTrainer;
@@ -43,11 +43,13 @@ pub(crate) struct PpoState {
 impl PpoTrainer {
     /// Returns the part of the state that no update changes.
     pub(super) fn fixed(&self) -> FixedState {
-        let (run, device) = (&self.run.config.run, self.learner.policy.device());
-        let (commits, inputs) = (&self.record.commits, &self.record.inputs);
+        let run = &self.run.config.run;
+        let device = self.learner.policy.device();
+        let commits = &self.record.commits;
+        let inputs = &self.record.inputs;
         FixedState {
             checks: self.record.checks.clone(),
-            own: self.own().map(String::from),
+            own: self.callbacks().map(String::from),
             ..fixed_state(run, device, self.learner.micro_batch_tokens, commits, inputs)
         }
     }
@@ -69,15 +71,15 @@ impl PpoTrainer {
         }
     }
 
-    /// Restores what [`PpoTrainer::fixed`] and [`PpoTrainer::resumable`] returned.
+    /// Restores the states that [`PpoTrainer::fixed`] and [`PpoTrainer::resumable`] returned.
     ///
     /// # Errors
     /// If it is the state of another run.
     pub(super) fn restore(&mut self, fixed: FixedState, state: PpoState) -> Result<()> {
-        if fixed.own.as_deref() != self.own() {
-            return Err(other_callbacks(fixed.own.as_deref(), self.own()));
+        if fixed.own.as_deref() != self.callbacks() {
+            return Err(other_callbacks(fixed.own.as_deref(), self.callbacks()));
         }
-        // Every part by name: a new one does not compile until it is restored.
+        // Every part is named, so that code with a new part does not compile until the part is restored.
         let PpoState {
             cursor,
             rewards,
@@ -94,7 +96,7 @@ impl PpoTrainer {
         self.data.cursor.load_state(&cursor, self.run.config.run.checkpoints.resume_with_changed_inputs)?;
         self.rewards.load_state(&rewards)?;
         self.course.kl_controller.load_state(kl_controller)?;
-        // With --resume_with_changed_inputs rows and texts may be others, or of another number.
+        // With --resume_with_changed_inputs rows and texts may be others, and their number another.
         let has_changed = !self.record.inputs.changed(&fixed.inputs).is_empty();
         if let Some(texts) = &mut self.learner.unsupervised {
             let missing = || Error::Run("expected the state of `unsupervised`, found none".into());
@@ -115,8 +117,8 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Returns which callbacks set the updates, as checkpoints name them.
-    fn own(&self) -> Option<&'static str> {
+    /// Returns which callbacks set the updates, in the words of checkpoints.
+    fn callbacks(&self) -> Option<&'static str> {
         match (&self.data.order, &self.course.schedule) {
             (None, None) => None,
             (Some(_), None) => Some("an order"),
@@ -126,7 +128,7 @@ impl PpoTrainer {
     }
 }
 
-/// The error of a resumed run whose callbacks are others than those of its start, `began`; both as [`PpoTrainer::own`] names them.
+/// The error of a resumed run with other callbacks than those of its start, `began`; both are in the words of [`PpoTrainer::callbacks`].
 fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
     let calls = match began {
         None => "call neither `with_order` nor `with_schedule`",
@@ -134,7 +136,8 @@ fn other_callbacks(began: Option<&str>, found: Option<&str>) -> Error {
         Some("a schedule") => "call `with_schedule`",
         Some(_) => "call `with_order` and `with_schedule`",
     };
-    let (began, found) = (began.unwrap_or("no order or schedule"), found.unwrap_or("none"));
+    let began = began.unwrap_or("no order or schedule");
+    let found = found.unwrap_or("none");
     Error::Run(format!(
         "callbacks: the run was started with {began} of the caller's, and this trainer has {found}; {calls} before resuming"
     ))

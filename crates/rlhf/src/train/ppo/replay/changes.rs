@@ -6,7 +6,7 @@ use rlhf_base::schema::{Field, ReplayClass, ResumeClass, Settings as _};
 use rlhf_base::{Error, Refusal, Result};
 
 const ELSEWHERE: &str = "it changes nothing of one update";
-/// Of models, data, precision and adapters.
+/// The reason for settings of models, data, precision and adapters.
 const CONTINUES: &str = "a replay continues from the run's checkpoint, with the models and the data of the run";
 
 /// Returns why a replay may not change a setting; `None` if it may.
@@ -28,9 +28,10 @@ fn reason(field: &Field) -> Option<&'static str> {
 pub(super) fn check(changes: &[Change], update: usize) -> Result<()> {
     let fields = PpoConfig::fields();
     let refused = changes.iter().filter_map(|change| {
-        // A name without a description is none that may change.
+        // A name without a description is not a setting that may change.
         let field = fields.iter().find(|field| field.name == change.name);
-        let ([then, now], reason) = (change.shown(), field.map_or(Some(CONTINUES), reason)?);
+        let [then, now] = change.shown();
+        let reason = field.map_or(Some(CONTINUES), reason)?;
         let rest = format!(" = {now}: expected {then}, as in update {update} of the run: {reason}");
         Some(Refusal::new(&change.name, rest))
     });

@@ -1,8 +1,8 @@
 //! Comparison of a replayed update with the run: metrics, state, and the tensors of the checkpoint after it.
 //!
 //! A replay on as many ranks as the run is compared bit by bit. On another number of ranks sums are rounded in another order: then numbers,
-//! and the moments of the optimizers as whole tensors, may differ by a share of their size. Moments are sums of gradients. Weights are only
-//! reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
+//! and the moments of the optimizers as whole tensors, may differ by a share of their size. Moments are sums of gradients, so they are
+//! compared. Weights are only reported: AdamW turns a gradient that is nothing but rounding into a step of full size.
 
 use crate::rl::sampling::SAMPLING_METRICS;
 use crate::run::checkpoint::Saved;
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
-/// Parts of the resumable state that an update changes and a replay does too. Prompts are not taken, and no reward is computed.
+/// Parts of the resumable state that an update changes, in the run and in a replay. A replay takes no prompts and computes no reward.
 const STATE: [&str; 6] = ["kl_controller", "entropy_controller", "scores", "loss_scale", "unsupervised", "num_tokens"];
 
 /// A metric in the run and in its replay; `None` where it is not finite or not there.
@@ -40,7 +40,7 @@ pub(super) struct ComparedMetrics {
     pub(super) differing: Vec<String>,
 }
 
-/// The largest difference that counts as none.
+/// The largest difference that still counts as equal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Bound {
     /// Every bit is equal.
@@ -49,21 +49,22 @@ pub(super) enum Bound {
     Rounding(f64),
 }
 
-/// Share of the size that numbers near 0 are taken to have, at least.
+/// Numbers near 0 are taken to have at least this size, of which the share counts.
 const LEAST_SIZE: f64 = 0.01;
 
 impl Bound {
     /// The bound for sums in another order, with products in `low_precision` or in f32.
-    pub(super) fn of_rounding(low_precision: bool) -> Self {
+    pub(super) fn rounding(low_precision: bool) -> Self {
         Self::Rounding(if low_precision { 0.1 } else { 1e-3 })
     }
 
-    /// Returns whether two values of JSON are equal but for rounding in their numbers.
+    /// Returns whether two JSON values are equal but for rounding in their numbers.
     fn holds(self, a: &Value, b: &Value) -> bool {
         let Self::Rounding(most) = self else { return a == b };
         match (a, b) {
             (Value::Number(a), Value::Number(b)) => {
-                let (a, b) = (a.as_f64().unwrap_or(f64::NAN), b.as_f64().unwrap_or(f64::NAN));
+                let a = a.as_f64().unwrap_or(f64::NAN);
+                let b = b.as_f64().unwrap_or(f64::NAN);
                 a == b || (a - b).abs() <= most * a.abs().max(b.abs()).max(LEAST_SIZE)
             }
             (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.holds(a, b)),
@@ -81,13 +82,13 @@ pub(super) fn metrics(line: &Map<String, Value>, replayed: &Metrics, bound: Boun
         Value::Object(replayed) => replayed,
         _ => Map::new(),
     };
-    // An environment that is not played again gives none.
-    let is_of_environment = |name: &str| name.starts_with(ENVIRONMENT_METRICS) || name == "env_failure_frequency";
+    // An environment is not played again, so it gives no metrics.
+    let is_from_environment = |name: &str| name.starts_with(ENVIRONMENT_METRICS) || name == "env_failure_frequency";
     let is_missing = |name: &str| name.starts_with("eval/") && !replayed.contains_key(name);
     // Rollout files have the log-probabilities of the update, not those that sampling recorded.
-    let is_of_sampling = |name: &str| SAMPLING_METRICS.iter().any(|of| name.starts_with(of));
+    let is_from_sampling = |name: &str| SAMPLING_METRICS.iter().any(|beginning| name.starts_with(beginning));
     let is_compared =
-        |name: &&String| !is_clock(name) && !is_of_environment(name) && !is_of_sampling(name) && !is_missing(name);
+        |name: &&String| !is_clock(name) && !is_from_environment(name) && !is_from_sampling(name) && !is_missing(name);
     let others = line.keys().filter(|name| !replayed.contains_key(*name));
     let names: Vec<&String> = replayed.keys().chain(others).filter(is_compared).collect();
     let number = |values: &Map<String, Value>, name: &str| values.get(name).and_then(Value::as_f64);
@@ -120,30 +121,34 @@ pub(super) struct ComparedState {
 /// # Errors
 /// If a file cannot be read.
 pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, bound: Bound) -> Result<ComparedState> {
-    let (theirs, ours) = (Files::of(&saved.dir)?, Files::of(dir)?);
-    let mut compared = ComparedState { tensors: theirs.tensors.len(), ..ComparedState::default() };
-    let sizes = if bound == Bound::Bits { BTreeMap::new() } else { theirs.sizes()? };
-    for name in theirs.tensors.keys() {
-        let (Some(then), now) = (theirs.read(name)?, ours.read(name)?) else { continue };
+    let run_files = Files::of(&saved.dir)?;
+    let replay_files = Files::of(dir)?;
+    let mut compared = ComparedState { tensors: run_files.tensors.len(), ..ComparedState::default() };
+    let sizes = if bound == Bound::Bits { BTreeMap::new() } else { run_files.sizes()? };
+    for name in run_files.tensors.keys() {
+        let then = run_files.read(name)?;
+        let now = replay_files.read(name)?;
+        let Some(then) = then else { continue };
         let Some(now) = now else {
             compared.differing.push(format!("tensor `{name}`: not in the replay"));
             continue;
         };
-        let found = match bound {
+        let difference = match bound {
             Bound::Rounding(most) if then.size() == now.size() => {
-                let size = sizes.get(&group_of(name)).copied().unwrap_or(0.0) * (then.numel() as f64).sqrt();
+                let size = sizes.get(&group(name)).copied().unwrap_or(0.0) * (then.numel() as f64).sqrt();
                 let change = then.to_kind(Kind::Double) - now.to_kind(Kind::Double);
                 let share = norm([&change]) / norm([&then]).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
                 compared.largest = compared.largest.max(share);
-                (name.contains(OF_OPTIMIZER) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
+                (name.contains(OPTIMIZER_PREFIX) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
                     .then(|| format!("tensor `{name}`: differs by {share:.1e} of its norm"))
             }
-            _ => difference(name, &then, &now),
+            _ => describe_difference(name, &then, &now),
         };
-        compared.differing.extend(found);
+        compared.differing.extend(difference);
     }
     for name in STATE {
-        let (then, now) = (saved.part(name).ok(), state.get(name));
+        let then = saved.part(name).ok();
+        let now = state.get(name);
         if let (Some(then), Some(now)) = (then, now)
             && !bound.holds(then, now)
         {
@@ -153,41 +158,41 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
     Ok(compared)
 }
 
-/// The group of a tensor whose typical size is one: the folder and the file, and the name of the moment.
-fn group_of(name: &str) -> (String, String) {
-    let file = name.rsplit_once(OF_OPTIMIZER).map_or("", |(folder, _)| folder);
-    let moment = if name.contains(OF_OPTIMIZER) { name.rsplit('.').next().unwrap_or_default() } else { "" };
+/// The group of a tensor, whose numbers have one typical size: the folder with the file, and the name of the moment.
+fn group(name: &str) -> (String, String) {
+    let file = name.rsplit_once(OPTIMIZER_PREFIX).map_or("", |(folder, _)| folder);
+    let moment = if name.contains(OPTIMIZER_PREFIX) { name.rsplit('.').next().unwrap_or_default() } else { "" };
     (file.into(), moment.into())
 }
 
 /// Describes how two tensors differ, bit by bit.
-fn difference(name: &str, theirs: &Tensor, ours: &Tensor) -> Option<String> {
-    if theirs.kind() != ours.kind() || theirs.size() != ours.size() {
+fn describe_difference(name: &str, then: &Tensor, now: &Tensor) -> Option<String> {
+    if then.kind() != now.kind() || then.size() != now.size() {
         let shown = |x: &Tensor| format!("{:?} {:?}", x.kind(), x.size());
-        return Some(format!("tensor `{name}`: {}, and {} in the run", shown(ours), shown(theirs)));
+        return Some(format!("tensor `{name}`: {}, and {} in the run", shown(now), shown(then)));
     }
-    let bits = match theirs.kind() {
+    let bits = match then.kind() {
         Kind::Double => Kind::Int64,
         Kind::Float => Kind::Int,
-        // Codes of an optimizer's state.
+        // Codes of an optimizer's quantized state.
         Kind::Uint8 => Kind::Uint8,
         _ => Kind::Int16,
     };
-    let differ = theirs.view_dtype(bits).not_equal_tensor(&ours.view_dtype(bits)).sum(Kind::Int64).int64_value(&[]);
+    let differ = then.view_dtype(bits).not_equal_tensor(&now.view_dtype(bits)).sum(Kind::Int64).int64_value(&[]);
     if differ == 0 {
         return None;
     }
-    let most = (theirs.to_kind(Kind::Double) - ours.to_kind(Kind::Double)).abs().max().double_value(&[]);
-    Some(format!("tensor `{name}`: {differ} of {} numbers differ, by at most {most:e}", theirs.numel()))
+    let most = (then.to_kind(Kind::Double) - now.to_kind(Kind::Double)).abs().max().double_value(&[]);
+    Some(format!("tensor `{name}`: {differ} of {} numbers differ, by at most {most:e}", then.numel()))
 }
 
-/// Part of the name of a tensor of an optimizer.
-const OF_OPTIMIZER: &str = "optimizer: ";
+/// The part of a tensor's name that marks the tensors of an optimizer.
+const OPTIMIZER_PREFIX: &str = "optimizer: ";
 
-/// The tensors of a checkpoint's folder by name, with the name of the inner folder and of the optimizer in front.
+/// The tensors of a checkpoint's folder by name; inner folder and [`OPTIMIZER_PREFIX`] come before the name in the file.
 struct Files {
     files: Vec<Checkpoint>,
-    /// File and name in it.
+    /// Index of the file, and the name of the tensor in it.
     tensors: BTreeMap<String, (usize, String)>,
 }
 
@@ -206,7 +211,7 @@ impl Files {
                 self.add(&path, &format!("{prefix}{name}/"))?;
             } else if name.ends_with(".safetensors") {
                 let file = Checkpoint::open_file(&path)?;
-                let part = if name == crate::run::checkpoint::OPTIMIZER { OF_OPTIMIZER } else { "" };
+                let part = if name == crate::run::checkpoint::OPTIMIZER { OPTIMIZER_PREFIX } else { "" };
                 let names: Vec<String> = file.names().map(String::from).collect();
                 let at = self.files.len();
                 self.tensors.extend(names.into_iter().map(|name| (format!("{prefix}{part}{name}"), (at, name))));
@@ -221,8 +226,9 @@ impl Files {
         let mut sums = BTreeMap::<(String, String), [f64; 2]>::new();
         for name in self.tensors.keys() {
             let Some(x) = self.read(name)? else { continue };
-            let [squares, count] = sums.entry(group_of(name)).or_default();
-            (*squares, *count) = (*squares + norm([&x]).powi(2), *count + x.numel() as f64);
+            let [squares, count] = sums.entry(group(name)).or_default();
+            *squares += norm([&x]).powi(2);
+            *count += x.numel() as f64;
         }
         Ok(sums.into_iter().map(|(group, [squares, count])| (group, (squares / count.max(1.0)).sqrt())).collect())
     }
