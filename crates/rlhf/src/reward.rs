@@ -617,7 +617,7 @@ impl Rewards {
         let mut scored =
             Scored { responses: zeros.clone(), tokens: None, raw: zeros, components: Vec::new(), warning: None };
         for component in &mut self.components {
-            let Called { scores: scores, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
+            let Called { scores, seconds, extra, columns } = component.score(batch, usage, &self.world)?;
             for (row, score) in scores.iter().enumerate() {
                 let raw = |number: &f64| component.transformed(*number, ScoreUse::Report);
                 scored.raw[row] += score.numbers().iter().map(raw).sum::<f64>();

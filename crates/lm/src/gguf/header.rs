@@ -168,7 +168,7 @@ impl<'a> Reader<'a> {
         match self.u32()? {
             LIST => {
                 let kind = self.u32()?;
-                let count = self.count("elements of a list", MOST_ELEMENTS, size_of(kind))?;
+                let count = self.count("elements of a list", MOST_ELEMENTS, least_size(kind))?;
                 self.list(kind, count, key)
             }
             kind => self.single(kind, key),

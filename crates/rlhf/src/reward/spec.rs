@@ -657,7 +657,7 @@ mod tests {
         }
         let config = config(|_| ());
         assert!(specs(sources(&config)).unwrap().is_empty());
-        let labelled = RewardSources { label: Some("POSITIVE"), ..of(&config) };
+        let labelled = RewardSources { label: Some("POSITIVE"), ..sources(&config) };
         assert!(
             specs(labelled).unwrap_err().to_string().starts_with("reward_label = POSITIVE needs reward_model_path")
         );

@@ -155,7 +155,7 @@ impl<'r> PassInputs<'r> {
             on_device(&weights.collect::<Vec<f32>>(), device)
         });
         let sequence_of_token = on_device(&sequence_of_token, device);
-        Self { sequence_of_token, sequences, spans, shared, token_weights }
+        Self { sequences, spans, shared, sequence_of_token, token_weights }
     }
 
     pub(super) fn batch(&self) -> Batch<'_, &'r Vec<i64>> {

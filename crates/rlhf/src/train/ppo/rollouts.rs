@@ -74,7 +74,7 @@ impl PpoTrainer {
     /// Returns the settings and the state that an update needs in addition to its responses and the checkpoint before it.
     fn record(&self, batch: &Batch, scored: &Scored) -> Result<Value> {
         let fixed = self.fixed();
-        let callbacks = json!(fixed.callbacks);
+        let callbacks = json!(fixed.own);
         let mut parts = parts_of(&FixedState { checks: None, own: None, ..fixed });
         parts.insert("own".into(), callbacks);
         parts.insert("rollbacks".into(), self.course.progress.rollbacks.into());
