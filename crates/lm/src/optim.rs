@@ -26,7 +26,7 @@ use state::{State, Step, Together};
 use std::path::Path;
 use tch::{Kind, Tensor};
 
-/// What errors about lack of room call the state.
+/// The name of the state in errors about lack of room.
 const STATE: &str = "optimizer state";
 
 /// Name of the number of steps in a saved state.

@@ -29,7 +29,7 @@ const MOST_LOGS: usize = 100;
 /// Beginning of the names of metrics that environments give.
 pub(crate) const ENVIRONMENT_METRICS: &str = "environment/";
 
-/// What multi-turn responses need besides a policy: tools and environments, and a chat template that writes calls and results.
+/// The parts that multi-turn responses need besides a policy: tools and environments, and a chat template that writes calls and results.
 pub struct ToolLoop {
     environment: Arc<dyn Environment>,
     template: ToolTemplate,

@@ -1,4 +1,4 @@
-//! What language models and sequence classifiers share: the decoder, its parameters and its configuration.
+//! The part that language models and sequence classifiers share: the decoder, its parameters and its configuration.
 
 use super::adapter_folder::{AdapterFolder, AdapterTarget};
 use super::batch::{Batch, StopCheck};

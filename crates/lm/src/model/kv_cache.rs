@@ -81,7 +81,7 @@ struct StepGraph {
     logits: Tensor,
 }
 
-/// How to get the logits of the next step.
+/// The way to get the logits of the next step.
 #[derive(Debug, PartialEq)]
 enum NextStep {
     Compute,

@@ -30,7 +30,7 @@ const LEAST_GPU_LOGITS: i64 = 1 << 24;
 /// copies, and rounding down to a power of two takes up to half of the rest: 1/30 of a card of 80 GB.
 const GPU_PART: usize = 11;
 
-/// What logits are used for. It decides how many tensors of their size libtorch's own operations hold at once: the logits, their
+/// The use of logits. It decides how many tensors of their size libtorch's own operations hold at once: the logits, their
 /// log-probabilities, and gradients of both. A divergence between two models holds [`LogitsUse::DIVERGENCE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LogitsUse {

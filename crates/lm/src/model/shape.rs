@@ -535,7 +535,7 @@ impl Shape {
         Ok(())
     }
 
-    /// What layer `i` has in place of attention; `None` if it has attention.
+    /// Returns the mixer that layer `i` has in place of attention; `None` if it has attention.
     pub fn mixing_of(&self, i: usize) -> Option<&Mixing> {
         self.mixing.as_ref().filter(|_| self.mixes[i])
     }

@@ -19,7 +19,7 @@ const MOST_LOGS: usize = 100;
 /// A program that serves sessions. It is started with the first session, and again if it has ended.
 pub struct ProgramEnvironment {
     code: Code,
-    /// How messages name the program.
+    /// The name of the program in messages.
     label: String,
     limits: Limits,
     log: Log,
@@ -39,7 +39,7 @@ struct Running {
     open: Arc<AtomicUsize>,
     /// Number of requests without a reply in time; the program may still be working on them.
     hanging: Arc<AtomicUsize>,
-    /// What the worker's first reply said: the tools, the reward names and the module files.
+    /// The contents of the worker's first reply: the tools, the reward names and the module files.
     known: Arc<Known>,
 }
 

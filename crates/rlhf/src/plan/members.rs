@@ -368,7 +368,7 @@ impl Models {
     }
 }
 
-/// How the weights of a trained model are kept: with an adapter, or trained by this optimizer from layer `shared` on.
+/// The way the weights of a trained model are kept: with an adapter, or trained by this optimizer from layer `shared` on.
 fn trained(lora: Option<&LoraConfig>, shared: usize, optim: Optim) -> Holding<'_> {
     match (lora, optim) {
         (Some(lora), _) => Holding::Adapted(lora),

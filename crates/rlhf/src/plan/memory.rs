@@ -454,7 +454,7 @@ impl<'a> Job<'a> {
         logits_chunk(self.machine.device, self.machine.whole, copies)
     }
 
-    /// What a pass of `member` does with its logits.
+    /// Returns the use that a pass of `member` makes of its logits.
     fn logits_use(&self, member: &Member<'_>, backward: bool) -> LogitsUse {
         let loss_config = self.ppo().filter(|_| backward && member.role == Role::Policy);
         LogitsUse {

@@ -938,7 +938,7 @@ fn record_best(progress: &mut Progress) {
     }
 }
 
-/// How a user resumes a run that ended early.
+/// The way to resume a run that ended early.
 #[derive(Debug)]
 enum ResumedBy {
     /// By a command line with these words before the settings.

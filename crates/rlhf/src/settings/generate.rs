@@ -336,6 +336,7 @@ impl GenerateConfig {
         } else {
             Ok(())
         };
+        let sampler = &self.responses.sampler;
         all([
             sources,
             ends,
@@ -344,19 +345,11 @@ impl GenerateConfig {
                 .map_or(Ok(()), |most| at_least_one(name_of!(self.responses.max_new_tokens), most)),
             enough,
             at_least_one(name_of!(self.responses.num_return_sequences), sequences),
-            check_if_set(
-                self.responses.sampler.temperature,
-                zero_or_more,
-                name_of!(self.responses.sampler.temperature),
-            ),
-            check_if_set(self.responses.sampler.top_p, above_zero, name_of!(self.responses.sampler.top_p)),
-            check_if_set(self.responses.sampler.top_p, zero_to_one, name_of!(self.responses.sampler.top_p)),
-            check_if_set(self.responses.sampler.min_p, zero_to_one, name_of!(self.responses.sampler.min_p)),
-            check_if_set(
-                self.responses.sampler.repetition_penalty,
-                above_zero,
-                name_of!(self.responses.sampler.repetition_penalty),
-            ),
+            check_if_set(sampler.temperature, zero_or_more, name_of!(sampler.temperature)),
+            check_if_set(sampler.top_p, above_zero, name_of!(sampler.top_p)),
+            check_if_set(sampler.top_p, zero_to_one, name_of!(sampler.top_p)),
+            check_if_set(sampler.min_p, zero_to_one, name_of!(sampler.min_p)),
+            check_if_set(sampler.repetition_penalty, above_zero, name_of!(sampler.repetition_penalty)),
             equal,
             ids,
             expect(
