@@ -216,7 +216,8 @@ pub fn check_threads(threads: Option<usize>) -> Result<()> {
 }
 
 /// The whole memory of `device` for this process in bytes: the machine's, or the container's limit if that is less, divided by the number
-/// of ranks on this machine; for a GPU, its own memory as CUDA reports it, or `nvidia-smi` if CUDA is not loaded. `None` if it is not known.
+/// of ranks on this machine; for a GPU, its own memory as CUDA reports it, or `nvidia-smi` if CUDA is not loaded. `None` if it is not
+/// known.
 ///
 /// CUDA is asked once for each GPU, because a pass calls this several times.
 pub fn memory(device: tch::Device) -> Option<usize> {
@@ -320,8 +321,8 @@ fn folders(groups: &str, controller: &str) -> Vec<Folder> {
     result
 }
 
-/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or the rest of the container's limit if that
-/// is less. `None` if it is not known.
+/// Returns the memory that this machine could still give to a run, in bytes: Linux's `MemAvailable`, or the rest of the container's limit
+/// if that is less. `None` if it is not known.
 pub fn available_memory() -> Option<usize> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let machine = read("/proc/meminfo")?;
@@ -334,8 +335,8 @@ pub fn available_memory() -> Option<usize> {
 /// Time limit of `nvidia-smi`, which hangs if the driver does.
 const GPU_QUERY: Duration = Duration::from_secs(5);
 
-/// Returns the free memory in bytes of the GPU that is `cuda:number` in this process, as `nvidia-smi` reports it. `None` if that program does not
-/// exist or does not respond, or if `CUDA_VISIBLE_DEVICES` hides the GPU.
+/// Returns the free memory in bytes of the GPU that is `cuda:number` in this process, as `nvidia-smi` reports it. `None` if that program
+/// does not exist or does not respond, or if `CUDA_VISIBLE_DEVICES` hides the GPU.
 pub fn available_gpu_memory(number: usize) -> Option<usize> {
     gpu_memory("memory.free", number)
 }
@@ -351,8 +352,8 @@ fn gpu_memory(field: &str, number: usize) -> Option<usize> {
     ended.stdout.lines().next()?.trim().parse::<usize>().ok().map(|mib| mib << 20)
 }
 
-/// Returns the number or the UUID of the GPU that is `cuda:number` if `CUDA_VISIBLE_DEVICES` is `shown`. `nvidia-smi` orders GPUs by their bus,
-/// CUDA without `CUDA_DEVICE_ORDER=PCI_BUS_ID` by their speed, so on machines with different GPUs the two may differ.
+/// Returns the number or the UUID of the GPU that is `cuda:number` if `CUDA_VISIBLE_DEVICES` is `shown`. `nvidia-smi` orders GPUs by their
+/// bus, CUDA without `CUDA_DEVICE_ORDER=PCI_BUS_ID` by their speed, so on machines with different GPUs the two may differ.
 fn shown_gpu(shown: Option<&str>, number: usize) -> Option<String> {
     let Some(shown) = shown else { return Some(number.to_string()) };
     let gpus = shown.split(',').map(str::trim).take_while(|id| !id.is_empty() && !id.starts_with('-'));
@@ -435,8 +436,8 @@ pub fn has_driver() -> bool {
 
 /// Loads CUDA, if there is a driver and `device` may be a GPU. Errors are returned when the device is resolved.
 ///
-/// Each of several ranks calls this before it connects to the others: if libtorch looks for CUDA before it is loaded, it remembers for good that
-/// there is none.
+/// Each of several ranks calls this before it connects to the others: if libtorch looks for CUDA before it is loaded, it remembers for good
+/// that there is none.
 pub fn load_ahead(device: Device) {
     if device != Device::Cpu && has_driver() {
         let _ = gpus();
@@ -471,9 +472,9 @@ fn explain(message: &str, command: &str) -> String {
     }
 }
 
-/// Returns whether a processor with this `/proc/cpuinfo` has instructions with which oneDNN multiplies bf16 numbers: AVX-512, newer instructions of
-/// processors without it, or Arm's. Otherwise oneDNN converts the numbers to f32, which takes longer than products in f32. True if it is
-/// unknown.
+/// Returns whether a processor with this `/proc/cpuinfo` has instructions with which oneDNN multiplies bf16 numbers: AVX-512, newer
+/// instructions of processors without it, or Arm's. Otherwise oneDNN converts the numbers to f32, which takes longer than products in f32.
+/// True if it is unknown.
 pub fn multiplies_bf16(info: &str) -> bool {
     let flags = info.lines().find_map(|line| {
         let (name, flags) = line.split_once(':')?;

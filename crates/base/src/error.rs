@@ -185,8 +185,8 @@ impl Error {
         }
     }
 
-    /// Returns whether a program that ended with this exit code must not be started again: its settings are wrong, an alarm stopped its run,
-    /// or its run is finished and could not be pushed.
+    /// Returns whether a program that ended with this exit code must not be started again: its settings are wrong, an alarm stopped its
+    /// run, or its run is finished and could not be pushed.
     pub fn is_final(exit_code: u8) -> bool {
         [USAGE, STOPPED_BY_ALARM, NOT_PUSHED].contains(&exit_code)
     }

@@ -89,8 +89,8 @@ pub fn read_own_text(path: &Path) -> Result<String> {
     utf8(path, read_at_most(path, open_own(path)?, LARGEST_SETTINGS)?)
 }
 
-/// Reads the next line of at most `most` bytes into `line`, with its line end. Returns `None` at the end of the input, and false for a longer
-/// line: `line` then has its beginning, and the rest is skipped.
+/// Reads the next line of at most `most` bytes into `line`, with its line end. Returns `None` at the end of the input, and false for a
+/// longer line: `line` then has its beginning, and the rest is skipped.
 ///
 /// # Errors
 /// If it cannot be read.

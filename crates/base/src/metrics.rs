@@ -27,8 +27,8 @@ impl Metrics {
         self.0.extend_from_slice(&other.0);
     }
 
-    /// Returns the value of the metric `name`, if there is one. A run without a critic logs some numbers only by the names of TRL's GRPO and
-    /// RLOO trainers, such as `reward`. PPO's names work for them too, such as `objective/scores`.
+    /// Returns the value of the metric `name`, if there is one. A run without a critic logs some numbers only by the names of TRL's GRPO
+    /// and RLOO trainers, such as `reward`. PPO's names work for them too, such as `objective/scores`.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.exact(name).or_else(|| self.exact(&name_of_groups(name)?))
     }
@@ -37,7 +37,8 @@ impl Metrics {
         self.0.iter().find(|(other, _)| other == name).map(|(_, value)| *value)
     }
 
-    /// Removes the metrics `repeated`, and PPO's metrics that are also here by their names in GRPO and RLOO, so that no number is logged twice.
+    /// Removes the metrics `repeated`, and PPO's metrics that are also here by their names in GRPO and RLOO, so that no number is logged
+    /// twice.
     pub fn without(mut self, repeated: &[&str]) -> Self {
         let is_repeated = |name: &str| {
             repeated.contains(&name) || name_of_groups(name).is_some_and(|second| self.exact(&second).is_some())

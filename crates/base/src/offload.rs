@@ -1,7 +1,8 @@
 //! Optimizer state and frozen models that are offloaded between the phases that use them.
 //!
 //! The memory of a tensor on the CPU moves into a file, whose pages are in memory only while they are used. The memory of a tensor on a GPU
-//! moves to the host, and back while it is used. The tensors themselves do not change, so the code that computes with them needs no changes.
+//! moves to the host, and back while it is used. The tensors themselves do not change, so the code that computes with them needs no
+//! changes.
 
 pub mod settings;
 
@@ -59,8 +60,8 @@ impl Offload {
         Self { dir: dir.into() }
     }
 
-    /// Returns room for tensors of these sizes in bytes, which are on `device` and are called `name` in errors. For the CPU, all of the room
-    /// is reserved on the disk.
+    /// Returns room for tensors of these sizes in bytes, which are on `device` and are called `name` in errors. For the CPU, all of the
+    /// room is reserved on the disk.
     ///
     /// # Errors
     /// If the folder cannot be written, or the disk is full.
@@ -94,8 +95,8 @@ impl Offload {
     }
 }
 
-/// Creates a file without a name on the file system of the folder `dir`. If the folder does not exist, it is not created: the file is then in
-/// its nearest ancestor that exists.
+/// Creates a file without a name on the file system of the folder `dir`. If the folder does not exist, it is not created: the file is then
+/// in its nearest ancestor that exists.
 fn file_in(dir: &Path, bytes: usize) -> Result<MappedFile, String> {
     let dir = std::path::absolute(dir).map_err(|e| e.to_string())?;
     let existing = dir.ancestors().find(|dir| dir.exists());
@@ -201,7 +202,8 @@ impl OnHost {
     fn of(tensor: &Tensor) -> Result<Self> {
         let device = FlatMemory::of(tensor).map_err(Error::Run)?;
         let copy = Tensor::f_empty(device.tensor().size(), (device.tensor().kind(), Device::Cpu))?;
-        // Pinned memory, if a driver supports it, is copied faster. `pin_memory` is not used because it prints that its argument is deprecated.
+        // Pinned memory, if a driver supports it, is copied faster. `pin_memory` is not used because it prints that its argument is
+        // deprecated.
         let copy = match tensor.device() {
             device @ Device::Cuda(_) => copy.f_internal_pin_memory(device).unwrap_or(copy),
             _ => copy,

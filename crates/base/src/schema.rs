@@ -113,8 +113,8 @@ pub const HEADINGS: [&str; 20] = [
 /// Default value of an optional flag that is unset.
 pub const NONE: &str = "none";
 
-/// The largest count or size, unless a setting has another: larger than any in use, and small enough that sums and products of a few fit in 64
-/// bits.
+/// The largest count or size, unless a setting has another: larger than any in use, and small enough that sums and products of a few fit in
+/// 64 bits.
 pub const MOST: u64 = i32::MAX as u64;
 /// The largest number of rows of a batch.
 pub const MOST_ROWS: u64 = 1 << 20;

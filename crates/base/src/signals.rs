@@ -55,9 +55,9 @@ pub fn request_stop(code: u8) -> bool {
     STOP.swap(code, Ordering::SeqCst) != 0
 }
 
-/// Makes Ctrl-C, SIGTERM and SIGHUP end the runs of this process as in the program `rlhf`: the first signal requests a stop, and the run saves a
-/// checkpoint and its model after the current update; another signal after a second ends the process at once. Programs that use the library
-/// call it before their first run.
+/// Makes Ctrl-C, SIGTERM and SIGHUP end the runs of this process as in the program `rlhf`: the first signal requests a stop, and the run
+/// saves a checkpoint and its model after the current update; another signal after a second ends the process at once. Programs that use the
+/// library call it before their first run.
 ///
 /// # Errors
 /// If the handler cannot be installed.
@@ -70,8 +70,8 @@ pub fn stop_on_signals() -> Result<()> {
     request_stop_on_signals(notify).map_err(Error::io("install", "a handler of signals"))
 }
 
-/// Installs a handler of the [`stopping_signals`]: the first signal requests a stop, and another one after a second at once ends the process and
-/// the programs that it started. `notify` is called before with the number of the request, from 1.
+/// Installs a handler of the [`stopping_signals`]: the first signal requests a stop, and another one after a second at once ends the
+/// process and the programs that it started. `notify` is called before with the number of the request, from 1.
 ///
 /// # Errors
 /// If the handler cannot be installed.
@@ -169,8 +169,8 @@ pub fn kill_program(child: &Child) {
     }
 }
 
-/// Ends the process at once, without destructors, after the functions of [`clean_up_on_signals`]. Kills all programs that score or judge, with every
-/// process that they started.
+/// Ends the process at once, without destructors, after the functions of [`clean_up_on_signals`]. Kills all programs that score or judge,
+/// with every process that they started.
 pub fn end_process(code: i32) -> ! {
     CLEAN_UPS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|clean| clean());
     for group in programs().iter() {

@@ -181,7 +181,8 @@ impl Checkpoint {
         let source = &self.files[entry.file];
         let shape: Vec<i64> = entry.info.shape.iter().map(|&n| n as i64).collect();
         let tensor = Tensor::f_empty(&shape, (kind, device))?;
-        // A separate view, which is dropped at the end: it would keep this memory alive when the tensor's data is replaced by another dtype.
+        // A separate view, which is dropped at the end: it would keep this memory alive when the tensor's data is replaced by another
+        // dtype.
         let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
         let (mut at, end) = entry.info.data_offsets;

@@ -215,8 +215,8 @@ impl fmt::Debug for Hub {
 }
 
 impl Hub {
-    /// Reads the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) and `SSL_CERT_FILE`, with
-    /// their usual defaults.
+    /// Reads the variables `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN`, `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) and
+    /// `SSL_CERT_FILE`, with their usual defaults.
     pub fn from_env() -> Self {
         Self::from_vars(|name| std::env::var_os(name))
     }

@@ -1,5 +1,5 @@
-//! Tools that a policy calls, and environments that it acts in: written in Rust, programs in any language, Python functions and classes, and
-//! OpenEnv servers.
+//! Tools that a policy calls, and environments that it acts in: written in Rust, programs in any language, Python functions and classes,
+//! and OpenEnv servers.
 //!
 //! An [`Environment`] opens a [`Session`] per rollout. [`Sessions`] opens and calls the sessions of a batch on a bounded number of threads,
 //! while other rows generate. This module knows nothing about tokens, or about rewards from other sources.
@@ -153,8 +153,8 @@ pub struct Finished {
 
 /// Opens sessions, one for each rollout.
 pub trait Environment: Send + Sync {
-    /// Opens a session for a row, given as its columns by name. Rows of a group get the same `seed`. Returns `None` if the environment has no
-    /// free session now; the caller then tries again.
+    /// Opens a session for a row, given as its columns by name. Rows of a group get the same `seed`. Returns `None` if the environment has
+    /// no free session now; the caller then tries again.
     ///
     /// # Errors
     /// If the environment is dead, or cannot begin with this row.

@@ -171,8 +171,8 @@ impl Models {
         })
     }
 
-    /// Returns the digests of the models and of everything that decides verdicts, to detect changes. The rows of the dataset are compared one by
-    /// one.
+    /// Returns the digests of the models and of everything that decides verdicts, to detect changes. The rows of the dataset are compared
+    /// one by one.
     fn inputs(&self, config: &EvaluateConfig, specs: &[Spec], judge: Option<&PairJudge>) -> Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.date();

@@ -261,7 +261,8 @@ pub struct PlannedMicroBatch {
 /// Tokens and operations of a run, of all ranks. An operation is a multiplication or an addition.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PlannedWork {
-    /// Number of updates; of optimizer steps in SFT, reward training, DPO and distillation, of batches in `generate`. `None` if it depends on data that were not read.
+    /// Number of updates; of optimizer steps in SFT, reward training, DPO and distillation, of batches in `generate`. `None` if it depends
+    /// on data that were not read.
     pub updates: Option<usize>,
     /// Rows of an update.
     pub rows_per_update: usize,
@@ -408,8 +409,8 @@ pub fn plan(run: &PlannedRun, options: &PlanOptions) -> Result<Plan> {
     plan_with(run, options, &[])
 }
 
-/// Plans a pipeline: its stages in order. A model that an earlier stage will write is assumed to have the architecture of the model that this
-/// stage starts from, in f32.
+/// Plans a pipeline: its stages in order. A model that an earlier stage will write is assumed to have the architecture of the model that
+/// this stage starts from, in f32.
 ///
 /// # Errors
 /// As [`plan`], with the name of the stage.
@@ -486,7 +487,8 @@ fn plan_with(run: &PlannedRun, options: &PlanOptions, made: &[Made]) -> Result<P
     })
 }
 
-/// Returns a warning if a run of this process needs more memory than is available. Only the memory that does not depend on the data is counted.
+/// Returns a warning if a run of this process needs more memory than is available. Only the memory that does not depend on the data is
+/// counted.
 /// `None` if the run fits, or if that is not known, for example because a model is still to be downloaded.
 pub fn warning(run: &PlannedRun, options: &PlanOptions) -> Option<String> {
     let warning_text = || -> Result<Option<String>> {

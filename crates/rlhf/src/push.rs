@@ -20,9 +20,9 @@ pub struct PushReport {
     pub warning: Option<String>,
 }
 
-/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card, settings and
-/// metrics of a run, and the files that `config.include` matches. With `shows`, standard error has notes of long waits and, on a terminal, a
-/// progress bar for each large file.
+/// Uploads the model in `config.folder` to the repository `config.name`, in one commit: weights, configuration, tokenizer and card,
+/// settings and metrics of a run, and the files that `config.include` matches. With `shows`, standard error has notes of long waits and, on
+/// a terminal, a progress bar for each large file.
 ///
 /// # Errors
 /// If the folder has no model, or a link to a file outside of it; if a file that `config.include` matches repeats a command line or an

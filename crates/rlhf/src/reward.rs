@@ -176,7 +176,8 @@ pub trait Reward: Send {
         Ok(())
     }
 
-    /// Returns the contents that decide the scores in addition to the settings, by the names of their files: a resumed run must have the same.
+    /// Returns the contents that decide the scores in addition to the settings, by the names of their files: a resumed run must have the
+    /// same.
     fn contents(&self) -> Vec<(String, Vec<u8>)> {
         Vec::new()
     }
@@ -273,7 +274,8 @@ impl Called {
     }
 }
 
-/// Averages the additional metrics of several batches over their rows; a batch that lacks a metric does not count in its mean. Retries are summed.
+/// Averages the additional metrics of several batches over their rows; a batch that lacks a metric does not count in its mean. Retries are
+/// summed.
 fn average_extras(batches: impl IntoIterator<Item = (usize, Vec<(String, f64)>)>) -> Vec<(String, f64)> {
     let mut sums: Vec<(String, f64, f64)> = Vec::new();
     for (rows, extra) in batches.into_iter().filter(|(rows, _)| *rows > 0) {
@@ -746,7 +748,8 @@ impl Scored {
         self.raw.iter().zip(self.unscored()).map(score_or_nan).collect()
     }
 
-    /// Appends the scores of more responses by the same rewards; `lengths` are the token counts of these responses and then of the added ones.
+    /// Appends the scores of more responses by the same rewards; `lengths` are the token counts of these responses and then of the added
+    /// ones.
     pub(crate) fn extend(&mut self, more: Self, lengths: &[usize]) {
         let rows = [self.responses.len(), more.responses.len()];
         if self.tokens.is_some() || more.tokens.is_some() {

@@ -219,8 +219,8 @@ pub fn shell_command(commands: &[Vec<String>], width: Option<usize>) -> String {
 /// The words of [`set_words`].
 static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// Sets the words of the command line, program name first, that a run records as its start. The default are the words of the process. Only
-/// the first call has an effect.
+/// Sets the words of the command line, program name first, that a run records as its start. By default these are the words of the process.
+/// Only the first call has an effect.
 pub fn set_words(words: Vec<OsString>) {
     let _ = WORDS.set(words);
 }

@@ -466,7 +466,8 @@ impl Turns for Talk<'_> {
     }
 }
 
-/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs it, and the metrics of environments; nothing if there are no episodes.
+/// Adds how often tools were called and failed, as TRL's GRPOTrainer logs it, and the metrics of environments; nothing if there are no
+/// episodes.
 /// `may_fail` says whether the run continues if an environment dies.
 pub(crate) fn push_tool_metrics(m: &mut Metrics, episodes: &[Episode], may_fail: bool) {
     if episodes.is_empty() {

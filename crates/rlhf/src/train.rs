@@ -83,9 +83,9 @@ fn trained_options(options: ModelOptions, gets_adapter: bool) -> ModelOptions {
     ModelOptions { dtype, quantization, ..options }
 }
 
-/// Returns warnings about a model whose weights differ from those of the files in `dir`: other parts are left out, or weights are rounded: at
-/// loading to `dtype`, to the dtype in which they are trained, in the saved base of an adapter, or where an adapter was merged into quantized
-/// weights.
+/// Returns warnings about a model whose weights differ from those of the files in `dir`: other parts are left out, or weights are rounded:
+/// at loading to `dtype`, to the dtype in which they are trained, in the saved base of an adapter, or where an adapter was merged into
+/// quantized weights.
 fn notes_on_weights<H: ModelHead>(dir: &Path, dtype: Dtype, model: &PretrainedModel<H>) -> Vec<String> {
     let dir = dir.display();
     let mut warnings = Vec::new();

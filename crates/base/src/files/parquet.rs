@@ -11,8 +11,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Bytes that the rows of a file may always take.
 const SMALL: u64 = 1 << 30;
 
-/// Maximum ratio of the bytes of the rows to those of the file, for larger rows. A repeated value is stored once, so a long prompt that begins
-/// each row gives a far larger ratio than compression of a text.
+/// Maximum ratio of the bytes of the rows to those of the file, for larger rows. A repeated value is stored once, so a long prompt that
+/// begins each row gives a far larger ratio than compression of a text.
 const MAX_RATIO: u64 = 1000;
 
 /// Bytes of a value in memory, apart from its text or its parts.

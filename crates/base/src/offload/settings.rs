@@ -13,8 +13,8 @@ use crate::schema::{Choice, NONE, SPEED, Setting, Settings, all, no_effect, refu
 #[derive(Debug, Clone, PartialEq, Eq, Settings)]
 pub struct OffloadConfig {
     /// Parts that are offloaded between the phases that use them: optimizer, its state; models, the reference and reward models; all, both.
-    /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory, more
-    /// time. Without a value: optimizer [default: none].
+    /// On the CPU they are in a file of `offload_dir`, with the same results; from a GPU they go to the memory of the host. Less memory,
+    /// more time. Without a value: optimizer [default: none].
     #[setting(heading = SPEED, several, alone = "optimizer", resume = Free)]
     pub offload: Vec<OffloadPart>,
     /// Folder on a disk for the files of `offload`, which have no names and are gone when the run ends [default: `output_dir`].

@@ -128,7 +128,8 @@ impl Refusals {
         self.written.push(Written { setting: setting.into(), name: name.into(), origin });
     }
 
-    /// Makes refusals of `setting` begin with the name of `other`, which the user has written in its place, and say where that is written. With
+    /// Makes refusals of `setting` begin with the name of `other`, which the user has written in its place, and say where that is written.
+    /// With
     /// `keeps_name` they begin with the setting's own name, because its value differs from that of `other`.
     pub fn call_as(&mut self, setting: &str, other: &str, keeps_name: bool) {
         if let Some(written) = self.written.iter().find(|written| written.setting == other) {
@@ -137,8 +138,8 @@ impl Refusals {
         }
     }
 
-    /// Returns the refusal with the names that the user has written, and the place of the first of its settings that is written; in a file, if
-    /// one of them is.
+    /// Returns the refusal with the names that the user has written, and the place of the first of its settings that is written; in a file,
+    /// if one of them is.
     fn as_written(&self, refusal: Refusal, is_placed: bool) -> Refusal {
         let find_written =
             |setting: Option<&str>| self.written.iter().find(|written| Some(written.setting.as_str()) == setting);
@@ -203,8 +204,8 @@ pub fn all<const N: usize>(checks: [Result<()>; N]) -> Result<()> {
 /// The setting whose name is also an English word.
 const ENGLISH: &str = "reward";
 
-/// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced if it is a word by itself and not part
-/// of a path. `reward`, which is also an English word, is replaced only in backticks and before a value.
+/// Returns `text` with other names of settings: pairs of a name and its replacement. A name is replaced if it is a word by itself and not
+/// part of a path. `reward`, which is also an English word, is replaced only in backticks and before a value.
 pub fn renamed(text: &str, names: &[(&str, &str)]) -> String {
     let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let mut renamed = String::new();

@@ -67,8 +67,8 @@ pub(crate) fn chat(config: &ChatConfig) -> Result<()> {
     chat.tools.as_mut().map_or(Ok(()), Tools::finish)
 }
 
-/// Installs a handler: a signal ends the process and the programs of tools at once. In a terminal the first Ctrl-C during a response sets `stop`
-/// instead; between responses, Ctrl-C is a key of the line editor.
+/// Installs a handler: a signal ends the process and the programs of tools at once. In a terminal the first Ctrl-C during a response sets
+/// `stop` instead; between responses, Ctrl-C is a key of the line editor.
 fn end_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
     let interactive = is_interactive();
     let mut signals = Signals::new(stopping_signals())?;

@@ -16,8 +16,9 @@ pub(super) struct Word(pub(super) String);
 
 /// Builds the clap command `name` whose flags are the settings of `C`, in the forms that `rlhf` accepts.
 ///
-/// A yes-or-no flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an optional value; if a flag is written twice,
-/// the last value counts, and a list has the values of both. Values stay [`Word`]s, which [`read`] parses: the parsers of the flags only check them.
+/// A yes-or-no flag stands alone or takes `=true` or `=false`; `none` or `null` unsets an optional value; if a flag is written twice, the
+/// last value counts, and a list has the values of both. Values stay [`Word`]s, which [`read`] parses: the parsers of the flags only check
+/// them.
 pub(super) fn command<C: Settings>(name: &'static str) -> Command {
     let mut fields = C::fields();
     // `--help` prints headings in the order in which their first flags were added. Positional arguments keep the order of the struct.

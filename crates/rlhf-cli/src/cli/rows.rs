@@ -139,7 +139,8 @@ fn check_output_file(config: &RowsConfig) -> Result<()> {
 /// The temporary file of this process, while there is one: a signal leaves it behind.
 static PART: Mutex<Option<PathBuf>> = Mutex::new(None);
 
-/// Returns a note on the rows that are in the temporary file; removes an empty one. Also for a process that ends without running destructors.
+/// Returns a note on the rows that are in the temporary file; removes an empty one. Also for a process that ends without running
+/// destructors.
 pub(crate) fn leave_part() -> Option<String> {
     let part = PART.lock().unwrap_or_else(PoisonError::into_inner).take()?;
     if fs::metadata(&part).is_ok_and(|file| file.len() > 0) {

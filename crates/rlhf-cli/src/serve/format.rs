@@ -198,7 +198,8 @@ fn finite(logprob: f32) -> Value {
     logprob.max(LEAST).into()
 }
 
-/// The reason that a choice ended with this part. A choice that is cut at its maximum length has the reason `length`, with calls or without.
+/// The reason that a choice ended with this part. A choice that is cut at its maximum length has the reason `length`, with calls or
+/// without.
 fn reason(part: &Delta) -> Option<&'static str> {
     part.finish.map(|finish| match finish {
         FinishReason::Stop if !part.calls.is_empty() => "tool_calls",

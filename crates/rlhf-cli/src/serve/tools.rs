@@ -129,8 +129,8 @@ struct Call {
     name: String,
 }
 
-/// Returns messages as templates with tools read them, if there are calls or results among them: arguments are objects, each result has the name
-/// of its tool, and results are in the order of their calls.
+/// Returns messages as templates with tools read them, if there are calls or results among them: arguments are objects, each result has the
+/// name of its tool, and results are in the order of their calls.
 ///
 /// # Errors
 /// If arguments are not JSON, or a result has the id of no earlier call.

@@ -44,8 +44,8 @@ impl Peer {
         Self::new(io::stdin(), io::stdout(), io::stdout())
     }
 
-    /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed. A signal
-    /// that ends the program removes it too.
+    /// Waits for one client at a socket that only this user can open. `ready` is called when it can connect; then the socket is removed. A
+    /// signal that ends the program removes it too.
     ///
     /// # Errors
     /// If the socket cannot be made.

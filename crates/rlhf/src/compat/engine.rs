@@ -233,8 +233,8 @@ pub struct RlhfEngine {
     pub reward: Rewards,
     /// Tokenizer of all models.
     pub tokenizer: Tokenizer,
-    /// Each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the optimizer step for both; initially
-    /// true where `unsupervised_dataset_name` is set.
+    /// Each [`RlhfEngine::train_rlhf`] is followed by a [`RlhfEngine::train_unsupervised`], which takes the optimizer step for both;
+    /// initially true where `unsupervised_dataset_name` is set.
     pub mixes_texts: bool,
     /// Number of steps of the run, for learning rate schedules that fall; a constant rate needs none.
     pub num_total_iters: Option<usize>,

@@ -58,8 +58,8 @@ pub(super) fn save(
     })
 }
 
-/// Reads the state of a loop of this `kind` from the folder `dir`, with the models and optimizers of `learner`. The learner stays half loaded
-/// until the caller has restored the rest of the state.
+/// Reads the state of a loop of this `kind` from the folder `dir`, with the models and optimizers of `learner`. The learner stays half
+/// loaded until the caller has restored the rest of the state.
 ///
 /// # Errors
 /// If the folder holds no such state, or one that does not fit the models.

@@ -182,7 +182,8 @@ impl Settings<'_> {
         }
     }
 
-    /// The number of key heads, and the kinds of the layers if the file has a number for each layer: layers without key heads have convolutions.
+    /// The number of key heads, and the kinds of the layers if the file has a number for each layer: layers without key heads have
+    /// convolutions.
     fn key_heads(&self, heads: i64) -> Result<(i64, Option<Value>)> {
         let name = "attention.head_count_kv";
         let key = self.key(name);

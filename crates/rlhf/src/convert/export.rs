@@ -182,8 +182,8 @@ fn spec(param_name: &str, mut shape: Vec<i64>, config: &ModelConfig, outtype: Gg
     Ok(GgufTensor { name, shape, stored })
 }
 
-/// The type of a matrix in a file of llama.cpp's mix `Q4_K_M`: six bits for the LM head, and in half of the layers for values and the outputs of
-/// the MLP; else four.
+/// The type of a matrix in a file of llama.cpp's mix `Q4_K_M`: six bits for the LM head, and in half of the layers for values and the
+/// outputs of the MLP; else four.
 fn in_mix(name: &str, config: &ModelConfig) -> Stored {
     let is_head = name == "output.weight" || (config.tie_word_embeddings && name == "token_embd.weight");
     let part = name.split('.').nth(2).unwrap_or_default();

@@ -64,7 +64,8 @@ impl Dataset {
         Ok(self)
     }
 
-    /// Turns every prompt that is a string into a conversation that ends with it as the user's message, after the texts in `system` and `history`.
+    /// Turns every prompt that is a string into a conversation that ends with it as the user's message, after the texts in `system` and
+    /// `history`.
     pub fn with_chat_prompts(mut self) -> Self {
         for row in &mut self.rows {
             if let Some((name, Value::String(text))) = prompt_field(&row.value) {

@@ -41,8 +41,8 @@ impl Demonstration {
         self.masked.retain(|range| !range.is_empty());
     }
 
-    /// Truncates prompt and response to `max_length` tokens each, for an encoder-decoder. A truncated prompt keeps `suffix`, the tokens that
-    /// the tokenizer puts after every prompt.
+    /// Truncates prompt and response to `max_length` tokens each, for an encoder-decoder. A truncated prompt keeps `suffix`, the tokens
+    /// that the tokenizer puts after every prompt.
     pub(crate) fn truncate_each(&mut self, max_length: usize, suffix: &[i64]) {
         let (prompt, response) = self.tokens.split_at(self.prompt_len);
         let kept = if prompt.ends_with(suffix) && suffix.len() < max_length { suffix.len() } else { 0 };
@@ -104,10 +104,10 @@ impl Dataset {
     /// Returns the demonstrations of all rows: the token ids `input_ids`; else `prompt` and `completion`, or `prompt` and `chosen`; else
     /// `text`; else `messages` or `conversations`; else `chosen`.
     ///
-    /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings, but an empty text has
-    /// no tokens; conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the
-    /// tokenizer of an encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are used as they are; a
-    /// token is in the loss if its label in `labels` is not -100, or without labels if `assistant_masks` and, with `completion_only`,
+    /// Prompt and completion (or `chosen`) are both strings or both lists of messages. EOS is appended to strings, but an empty text has no
+    /// tokens; conversations end as the chat template ends them. With `completion_only` the prompt is not in the loss. With the tokenizer
+    /// of an encoder-decoder it never is, and a row has a prompt and a completion, both strings. Token ids are used as they are; a token is
+    /// in the loss if its label in `labels` is not -100, or without labels if `assistant_masks` and, with `completion_only`,
     /// `completion_mask` mark it, as in TRL's `SFTTrainer`.
     ///
     /// # Errors
@@ -130,8 +130,8 @@ impl Dataset {
         Ok(self.demonstrations_noted(tokenizer, options, TEMPLATE_FLAG)?.0)
     }
 
-    /// [`Dataset::demonstrations_with`] that also returns a message if the chat template leaves out some of the parts to be learned, such as
-    /// the reasoning of earlier turns.
+    /// [`Dataset::demonstrations_with`] that also returns a message if the chat template leaves out some of the parts to be learned, such
+    /// as the reasoning of earlier turns.
     ///
     /// # Errors
     /// The errors of [`Dataset::demonstrations_with`]; if the template writes none of these parts in any row. That message ends with
@@ -161,7 +161,8 @@ impl Dataset {
         Ok((rows, Some(note)))
     }
 
-    /// For every row of token ids that marks learned tokens, by `labels` or a mask, stores the ids before the first learned token as `prompt_ids`.
+    /// For every row of token ids that marks learned tokens, by `labels` or a mask, stores the ids before the first learned token as
+    /// `prompt_ids`.
     ///
     /// # Errors
     /// If ids or marks are malformed, or the first token is already learned.
@@ -216,8 +217,8 @@ fn tokenized(row: &Value, tokens: Vec<i64>, options: &DemonstrationOptions) -> R
     Ok(demonstration)
 }
 
-/// For a row of token ids with marks: returns the ids before the first learned one, or all ids if none is learned. `None` for any other row, or
-/// if the row has a separate prompt.
+/// For a row of token ids with marks: returns the ids before the first learned one, or all ids if none is learned. `None` for any other
+/// row, or if the row has a separate prompt.
 fn labelled_prompt(row: &Value, vocab: i64) -> Result<Option<Vec<i64>>> {
     let has_marks = ["labels", "completion_mask", "assistant_masks"].iter().any(|name| field(row, name).is_some());
     if !has_marks || ["prompt", "prompt_ids"].iter().any(|name| field(row, name).is_some()) {

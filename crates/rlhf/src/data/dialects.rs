@@ -78,7 +78,8 @@ pub(super) fn before_question(row: &Value) -> Vec<Value> {
     messages
 }
 
-/// Returns the end of the error about a row in a format that is not read as it is, with the command that converts it; `None` for any other row.
+/// Returns the end of the error about a row in a format that is not read as it is, with the command that converts it; `None` for any other
+/// row.
 pub(super) fn hint(row: &Value) -> Option<String> {
     let is_list = |name: &str| row[name].as_array().is_some_and(|list| !list.is_empty());
     let line = |format: &str, fields: &str| {

@@ -74,7 +74,8 @@ impl Files {
             .cloned()
     }
 
-    /// Finds the files of `split`. With a `flag` a missing split is an error that names it, the flag that sets the split; it is empty if none does.
+    /// Finds the files of `split`; `None` if there are none. With `flag`, the flag that sets the split or an empty text, a missing split
+    /// is an error that names it.
     fn look_for(name: &Path, config: Option<&str>, split: &str, flag: Option<&str>) -> Result<Option<Self>> {
         let choose = |files: &BTreeSet<String>| {
             let config = config.filter(|config| !is_unnamed(config, files));

@@ -69,7 +69,7 @@ pub(super) fn read_rows(path: &Path) -> Result<Vec<Row>> {
             }
             let lines = (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty());
             let rows: Result<Vec<Row>> = lines.map(|(line, text)| parse_line(&file, line, text)).collect();
-            // A line may not be an object by itself because the object goes over several lines.
+            // A line that is no object by itself may be a part of one that goes over several lines.
             rows.map_err(|e| object_over_lines(&text).map_or(e, |message| Error::invalid(path, message)))
         }
     }

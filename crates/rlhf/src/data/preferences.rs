@@ -20,9 +20,9 @@ pub struct Preference {
 }
 
 impl Dataset {
-    /// Returns the preferences of all rows: `chosen` and `rejected` after `prompt`, or, without a prompt, two texts or conversations that both
-    /// begin with the prompt. All are strings, or all are lists of messages. EOS is appended to strings that do not end with it; conversations
-    /// end as the chat template ends them. Also returns a message if the end of some prompts is left out.
+    /// Returns the preferences of all rows: `chosen` and `rejected` after `prompt`, or, without a prompt, two texts or conversations that
+    /// both begin with the prompt. All are strings, or all are lists of messages. EOS is appended to strings that do not end with it;
+    /// conversations end as the chat template ends them. Also returns a message if the end of some prompts is left out.
     ///
     /// The prompt ends where it is no longer the beginning of both texts: tokens may merge across its end, or the chat template may write
     /// something else there.

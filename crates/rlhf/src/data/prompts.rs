@@ -38,7 +38,8 @@ impl PromptLimit {
         Self { max_length, long: LongPrompts::Error, reason: "the models' context less the response", hint: "" }
     }
 
-    /// Limits prompts to `max_length`, the maximum number of tokens of an encoder, which the response does not share; a longer prompt is an error.
+    /// Limits prompts to `max_length`, the maximum number of tokens of an encoder, which the response does not share; a longer prompt is an
+    /// error.
     pub fn of_encoder(max_length: usize) -> Self {
         Self { reason: "the encoder's limit", ..Self::of_context(max_length) }
     }
@@ -70,8 +71,8 @@ impl PromptLimit {
         }
     }
 
-    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps `prefix` and `suffix`, the tokens
-    /// that the tokenizer puts around every prompt. `is_part`: the tokens are those of only a part of the prompt.
+    /// Applies the limit to a prompt that is longer; returns `None` if it is to be dropped. Truncation keeps `prefix` and `suffix`, the
+    /// tokens that the tokenizer puts around every prompt. `is_part`: the tokens are those of only a part of the prompt.
     fn shorten(
         &self,
         mut prompt: Prompt,
@@ -187,8 +188,8 @@ pub(super) fn read_prompt(row: &Value, tokenizer: &Tokenizer, vocab: i64) -> Res
     Ok(read_prompt_part(row, tokenizer, vocab, None)?.0)
 }
 
-/// Returns the prompt of a row, and whether it is only a part of the prompt's text: of a text that is far longer than `most` tokens, a part that
-/// has more tokens than that, from its beginning or with `true` from its end. Encoding a whole text of 100 MB would take 14 GB.
+/// Returns the prompt of a row, and whether it is only a part of the prompt's text: of a text that is far longer than `most` tokens, a part
+/// that has more tokens than that, from its beginning or with `true` from its end. Encoding a whole text of 100 MB would take 14 GB.
 fn read_prompt_part(
     row: &Value,
     tokenizer: &Tokenizer,

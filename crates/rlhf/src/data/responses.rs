@@ -70,8 +70,8 @@ impl Dataset {
         self.map(|row| read_response(row, tokenizer))
     }
 
-    /// Returns a note if the first row has its completion as token ids and as a text that does not belong to these ids: another tokenizer made
-    /// them.
+    /// Returns a note if the first row has its completion as token ids and as a text that does not belong to these ids: another tokenizer
+    /// made them.
     pub fn note_on_ids(&self, tokenizer: &Tokenizer) -> Option<String> {
         let row = self.rows().next()?;
         let text = field(row, "completion")?.as_str()?;
@@ -116,7 +116,8 @@ impl Dataset {
     }
 }
 
-/// Divides a row that is a conversation, and has no other form, into its prompt and the assistant's last message; returns any other row as it is.
+/// Divides a row that is a conversation, and has no other form, into its prompt and the assistant's last message; returns any other row as
+/// it is.
 fn divide_conversation(row: &Value) -> Result<Cow<'_, Value>> {
     let is_other =
         ["completion", "completion_ids", "prompt_ids", "response"].iter().any(|name| field(row, name).is_some());
@@ -155,8 +156,8 @@ pub(super) fn append_eos(ids: &mut Vec<i64>, tokenizer: &Tokenizer) {
 }
 
 /// Returns true if the row is a sample of a run whose response ended with EOS: sample files store responses without it. `tokens` is the
-/// number of tokens that the response's text encodes to: if that is the number that the run counted, the response ended with another token or
-/// a stop string.
+/// number of tokens that the response's text encodes to: if that is the number that the run counted, the response ended with another token
+/// or a stop string.
 pub(super) fn is_sample_without_eos(row: &Value, tokens: usize) -> bool {
     let lacks_a_token = row["num_tokens"].as_u64().is_none_or(|counted| (tokens as u64) < counted);
     response_field(row) == "response"

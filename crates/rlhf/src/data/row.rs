@@ -194,8 +194,8 @@ pub(super) fn expected(name: &str, what: &str, row: &Value) -> String {
     }
 }
 
-/// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by `name`, and by the fields that are
-/// read along with it, and the flag or the command that reads them. The flag or command leaves out no text of the row.
+/// Returns the end of the error about the missing field `name`: the fields of `row` that are probably meant by `name`, and by the fields
+/// that are read along with it, and the flag or the command that reads them. The flag or command leaves out no text of the row.
 fn hint(name: &str, row: &Value) -> String {
     let likely = likely_fields(name, row);
     if !is_field(name) {
@@ -238,8 +238,8 @@ fn hint(name: &str, row: &Value) -> String {
     }
 }
 
-/// Returns the hint where a field may be made of several columns, such as Alpaca's `instruction` and `input`: a command that joins the columns of
-/// a prompt.
+/// Returns the hint where a field may be made of several columns, such as Alpaca's `instruction` and `input`: a command that joins the
+/// columns of a prompt.
 fn join_hint(likely_by_field: &[(&str, Vec<&str>)]) -> String {
     let value = |(name, others): &(&str, Vec<&str>)| {
         let column = |other: &&str| format!(".[{}]", Value::from(*other));

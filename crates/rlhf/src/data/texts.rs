@@ -10,9 +10,9 @@ use rlhf_lm::tokenizer::Tokenizer;
 use serde_json::Value;
 
 impl Dataset {
-    /// Returns the token ids of the text of every row: a prompt and its completion as in [`Dataset::completions`], the token
-    /// ids `input_ids`, the string `text`, or the conversation `messages` or `conversations`. No EOS is appended. Whitespace after the last EOS of
-    /// a conversation is removed, as in [`Dataset::pairs`].
+    /// Returns the token ids of the text of every row: a prompt and its completion as in [`Dataset::completions`], the token ids
+    /// `input_ids`, the string `text`, or the conversation `messages` or `conversations`. No EOS is appended. Whitespace after the last EOS
+    /// of a conversation is removed, as in [`Dataset::pairs`].
     ///
     /// # Errors
     /// If a row has none of these forms, is empty or has more than `max_length` tokens, or an id is not below `vocab`.

@@ -35,7 +35,8 @@ impl Dataset {
         marked.into_iter().chain(rejected).collect()
     }
 
-    /// Returns a message on the rows for which `has` is true, if there are any; `words` makes it from their number and the place of the first.
+    /// Returns a message on the rows for which `has` is true, if there are any; `words` makes it from their number and the place of the
+    /// first.
     fn note(&self, has: impl Fn(&Value) -> bool, words: impl Fn(&str) -> String) -> Option<String> {
         let mut matching = self.rows.iter().filter(|row| has(&row.value));
         let Row { file, place, .. } = matching.next()?;

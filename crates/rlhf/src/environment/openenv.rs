@@ -33,9 +33,9 @@ type OpenSockets = Mutex<Vec<Weak<Mutex<Socket>>>>;
 
 /// An OpenEnv server.
 ///
-/// The observation of `reset` joins the prompt: its only text, or all of it as JSON. MCP tools are called by `step`, with reward and `done`. An
-/// environment without MCP tools has one tool, `step`, whose arguments are the fields of its action. The reward of a session is the sum of the
-/// rewards of its steps. The token of `RLHF_OPENENV_TOKEN` is sent to the address, if the variable is set.
+/// The observation of `reset` joins the prompt: its only text, or all of it as JSON. MCP tools are called by `step`, with reward and
+/// `done`. An environment without MCP tools has one tool, `step`, whose arguments are the fields of its action. The reward of a session is
+/// the sum of the rewards of its steps. The token of `RLHF_OPENENV_TOKEN` is sent to the address, if the variable is set.
 pub struct OpenEnv {
     server: Arc<Server>,
     /// The schema of the tool [`STEP`], once it has been read.

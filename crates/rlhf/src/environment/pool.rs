@@ -44,8 +44,8 @@ pub enum Outcome {
     },
 }
 
-/// The sessions of many rows. Each row has one step at a time: it is opened, called any number of times, and finished. Steps of different rows
-/// run on threads, in any order. The steps of an environment in lockstep run on one thread, in the order in which they were asked for.
+/// The sessions of many rows. Each row has one step at a time: it is opened, called any number of times, and finished. Steps of different
+/// rows run on threads, in any order. The steps of an environment in lockstep run on one thread, in the order in which they were asked for.
 ///
 /// Dropping it abandons the open sessions.
 pub struct Sessions {

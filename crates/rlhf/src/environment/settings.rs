@@ -14,12 +14,12 @@ use std::time::Duration;
 /// Tools that the policy may call, and environments that it acts in. They run with the rights of the user.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct EnvironmentConfig {
-    /// Functions of Python that the policy may call, each as MODULE.FUNCTION, with type hints and a docstring in Google's style. They run with
-    /// your rights.
+    /// Functions of Python that the policy may call, each as MODULE.FUNCTION, with type hints and a docstring in Google's style. They run
+    /// with your rights.
     #[setting(heading = ENVIRONMENTS, several, short = "functions of Python that it may call")]
     pub tools: Vec<String>,
-    /// Environment that the policy acts in: MODULE.CLASS of Python, command:LINE, openenv:ws://HOST:PORT; or several as NAME=..., of which the
-    /// column `environment` of each row chooses one. They run with your rights.
+    /// Environment that the policy acts in: MODULE.CLASS of Python, command:LINE, openenv:ws://HOST:PORT; or several as NAME=..., of which
+    /// the column `environment` of each row chooses one. They run with your rights.
     #[setting(heading = ENVIRONMENTS, several)]
     #[serde(serialize_with = "environments_without_queries")]
     pub environment_factory: Vec<String>,
@@ -72,8 +72,8 @@ enum Kind<'a> {
     Python(&'a str),
     Command(&'a str),
     OpenEnv(&'a str),
-    /// Objects of the process that drives the run: `driver:`, or `driver:tools` if there are plain tools. Only the Python package writes this
-    /// kind.
+    /// Objects of the process that drives the run: `driver:`, or `driver:tools` if there are plain tools. Only the Python package writes
+    /// this kind.
     Driver {
         in_lockstep: bool,
     },

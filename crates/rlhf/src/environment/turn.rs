@@ -23,8 +23,8 @@ impl EnvironmentConfig {
 pub struct Results(Vec<Option<ToolResult>>);
 
 impl Results {
-    /// Returns the results that are known already, and the calls to make. A call fails at once if its arguments are no object or if the turn
-    /// cannot be read.
+    /// Returns the results that are known already, and the calls to make. A call fails at once if its arguments are no object or if the
+    /// turn cannot be read.
     pub fn of(turn: Turn) -> (Self, Vec<ToolCall>) {
         let fails = |name: &str, fault: &str| ToolResult::failed(name, error_text(fault));
         let known = match &turn.malformed {

@@ -43,8 +43,8 @@ pub(super) fn sampled(config: &EvaluateConfig, models: &Models) -> Result<Vec<Sa
     a.into_iter().chain(b).map(model_sampling).collect()
 }
 
-/// Returns the configuration of the model in the folder `dir`, as if it was loaded: an adapter's `generation_config.json` replaces that of its
-/// base.
+/// Returns the configuration that the model in the folder `dir` has once it is loaded: an adapter's `generation_config.json` replaces that
+/// of its base.
 fn described(dir: &Path) -> Result<ModelConfig> {
     let Some(adapter) = AdapterFolder::find(dir)? else { return ModelConfig::from_dir(dir) };
     let mut base = ModelConfig::from_dir(&adapter.base_dir()?)?;
@@ -222,8 +222,8 @@ pub(super) fn plain_prompt(row: &Value, encoded: &Prompt) -> String {
     }
 }
 
-/// Encodes the text of a response, from another tokenizer or from a column, with `tokenizer` as a response to `prompt`. The token ids end with
-/// eos, unless the response was cut off at its maximum length. `turns` are the messages of a response of several turns.
+/// Encodes the text of a response, from another tokenizer or from a column, with `tokenizer` as a response to `prompt`. The token ids end
+/// with eos, unless the response was cut off at its maximum length. `turns` are the messages of a response of several turns.
 ///
 /// # Errors
 /// If the tokenizer cannot encode it.

@@ -118,8 +118,8 @@ impl Scorer {
         store.responses(Side::B, index).iter().map(scored).collect()
     }
 
-    /// Returns the score of each response. If the rewards fail for all of them together, the responses are scored one by one, so that one bad
-    /// response costs only its own score.
+    /// Returns the score of each response. If the rewards fail for all of them together, the responses are scored one by one, so that one
+    /// bad response costs only its own score.
     fn scores(&mut self, responses: &[Scored<'_>]) -> Result<Vec<Result<f64, NoVerdict>>> {
         let inputs: Vec<RewardInput<'_>> = responses.iter().map(Scored::input).collect();
         let mut score = |inputs: &[RewardInput<'_>]| -> Result<Vec<Result<f64, NoVerdict>>> {

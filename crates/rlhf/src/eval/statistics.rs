@@ -51,8 +51,8 @@ pub fn share_interval(values: &[f64], seed: u64) -> Option<[f64; 2]> {
 /// Returns the 95 % percentile bootstrap interval of [`length_controlled_win_rate`] over prompts, each with the outcomes and
 /// differences in length of its pairs, from the same draws as [`bootstrap_interval`].
 ///
-/// A resample of wins alone counts as 1 and one of losses alone as 0, the limits of the win rate. `None` for no prompts, if more than 5 % of
-/// the resamples have no finite fit, and if all resamples have the same win rate.
+/// A resample of wins alone counts as 1 and one of losses alone as 0, the limits of the win rate. `None` for no prompts, if more than 5 %
+/// of the resamples have no finite fit, and if all resamples have the same win rate.
 pub fn length_controlled_interval(prompts: &[Vec<(f64, f64)>], seed: u64) -> Option<[f64; 2]> {
     let result = interval(prompts.len(), seed, |draws| {
         let pairs = || draws.iter().flat_map(|&at| &prompts[at]).copied();

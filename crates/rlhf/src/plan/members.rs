@@ -132,16 +132,16 @@ impl Models {
 
     fn find_with(run: &PlannedRun, rewards: &[Spec], read: &ReadConfig<'_>) -> Result<Self> {
         // An adapter is merged in f32 into the weights of a trained model or a reference model.
-        let stored_kind =
+        let merged_kind =
             |path: &Path, kind| Ok::<_, Error>(if adapter_in(path)?.is_some() { Kind::Float } else { kind });
         let lm = |path: &Path, revision| -> Result<NamedModel> {
             let Described { config, kind, coded } = read(path, revision)?;
-            let sizes = ModelSizes::of_causal_lm(config, stored_kind(path, kind)?, path)?.with_coded(coded, path);
+            let sizes = ModelSizes::of_causal_lm(config, merged_kind(path, kind)?, path)?.with_coded(coded, path);
             Ok(NamedModel { name: path.display().to_string(), sizes })
         };
         let classifier = |path: &Path, revision, new_head, merges: bool| -> Result<NamedModel> {
             let Described { config, kind, coded } = read(path, revision)?;
-            let kind = if merges { stored_kind(path, kind)? } else { kind };
+            let kind = if merges { merged_kind(path, kind)? } else { kind };
             let new_head = new_head && !config.is_sequence_classifier();
             Ok(NamedModel {
                 name: path.display().to_string(),

@@ -263,8 +263,8 @@ impl<'a> Job<'a> {
         Some(Phase { weights: most, ..Phase::new(PhaseKind::Loading, self.machine.program) })
     }
 
-    /// The rows of an update, divided over the ranks. The planned memory is that of the rank that needs most: where rows are sorted, the one
-    /// with the longest rows.
+    /// The rows of an update, divided over the ranks. The planned memory is that of the rank that needs most: where rows are sorted, the
+    /// one with the longest rows.
     fn parts<'r>(&self, rows: &'r [Row]) -> Vec<&'r [Row]> {
         shares(rows, self.machine.row_ranks, self.rows.rows_per_item)
     }
@@ -287,9 +287,9 @@ impl<'a> Job<'a> {
 
     /// The rows as `member` reads them: a reward model reads prompt and response as one text if it or the policy is an encoder-decoder.
     pub(super) fn read_by<'r>(&self, member: &Member<'_>, rows: &'r [Row]) -> Cow<'r, [Row]> {
-        let pairs = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
-        if member.role == Role::RewardModel && (pairs(member) || self.members.first().is_some_and(pairs)) {
-            rows.iter().map(|row| row.as_text(pairs(member))).collect()
+        let has_encoder = |member: &Member<'_>| member.sizes.config().is_encoder_decoder();
+        if member.role == Role::RewardModel && (has_encoder(member) || self.members.first().is_some_and(has_encoder)) {
+            rows.iter().map(|row| row.as_text(has_encoder(member))).collect()
         } else {
             rows.into()
         }

@@ -117,8 +117,8 @@ pub(super) fn forward(sizes: &ModelSizes, read: Read) -> Operations {
     }
 }
 
-/// Operations of a forward and backward pass, as a multiple of those of the forward pass. The backward pass has one product for the gradient of
-/// the input, and one for the gradient of a trained weight.
+/// Operations of a forward and backward pass, as a multiple of those of the forward pass. The backward pass has one product for the
+/// gradient of the input, and one for the gradient of a trained weight.
 pub(super) fn factor(job: &Job<'_>, member: &Member<'_>) -> f64 {
     let trained = if member.adapter.is_some() { 2.0 } else { 3.0 };
     trained + if job.run.run().gradient_checkpointing { 1.0 } else { 0.0 }

@@ -103,8 +103,8 @@ impl Rows {
 
     fn of_sft(config: &SftConfig, models: &Models) -> Result<Self> {
         let mut tokenizer = models.tokenizer()?;
-        let pairs = models.policy().is_encoder_decoder();
-        tokenizer.set_encoder_decoder(pairs);
+        let is_encoder_decoder = models.policy().is_encoder_decoder();
+        tokenizer.set_encoder_decoder(is_encoder_decoder);
         sft::set_up_tokenizer(&mut tokenizer, config)?;
         let max_length = max_row_length(config, models.policy())?;
         let options = learned(config, models.policy().vocab_size);
@@ -273,7 +273,7 @@ impl Rows {
                 prompt: prompts[prompt].clone(),
                 len: prompts[prompt].len() + response,
                 // The decoder reads a start token before the response.
-                pair: pairs.then(|| [prompts[prompt].len(), response + 1]),
+                pair: is_encoder_decoder.then(|| [prompts[prompt].len(), response + 1]),
                 outputs: response,
                 group,
             };

@@ -187,8 +187,8 @@ fn command_of(run: &Run) -> Option<String> {
     card_command.or_else(|| Some(format!("rlhf {}", kind(run)?.command())))
 }
 
-/// Returns the seconds of a run's updates and evaluations. A line of metrics has the seconds of one update, and stands for all updates since
-/// the line before it.
+/// Returns the seconds of a run's updates and evaluations. A line of metrics has the seconds of one update, and stands for all updates
+/// since the line before it.
 fn seconds(run: &Run) -> Option<f64> {
     let mut done = 0.0;
     let updates: f64 = run

@@ -68,8 +68,8 @@ impl fmt::Display for Progress {
     }
 }
 
-/// Returns the updates of the whole run from its settings, for a run that has not written their number: for PPO from its episodes, for SFT and
-/// reward models from their steps or epochs. The length of a PPO run that ends with its data is unknown.
+/// Returns the updates of the whole run from its settings, for a run that has not written their number: for PPO from its episodes, for SFT
+/// and reward models from their steps or epochs. The length of a PPO run that ends with its data is unknown.
 fn total(run: &Run) -> Option<f64> {
     let setting = |name: &str| run.setting(name).and_then(|value| value.parse::<f64>().ok());
     let last = |name: &str| run.points(name).and_then(|points| points.last()).filter(|point| point.0 > 0.0);

@@ -189,8 +189,8 @@ impl Run {
         find(name).or_else(|| find(&name_of_groups(name).filter(|_| self.is_of_groups())?))
     }
 
-    /// Returns the names of the metrics. Metrics of GRPO and RLOO get PPO's name for the same number, so that all runs of a page have one name
-    /// for it.
+    /// Returns the names of the metrics. Metrics of GRPO and RLOO get PPO's name for the same number, so that all runs of a page have one
+    /// name for it.
     pub fn names(&self) -> impl Iterator<Item = Cow<'_, str>> {
         let is_of_groups = self.is_of_groups();
         self.metrics.iter().map(move |series| {
@@ -364,7 +364,7 @@ impl Setting {
     }
 }
 
-/// Returns settings as texts: at most [`MOST_SETTINGS`], each cut.
+/// Returns settings as texts: at most `MOST_SETTINGS`, each cut.
 pub fn settings_of(settings: &Map<String, Value>) -> Vec<Setting> {
     let text = |value: &Value| match value {
         Value::Null => "none".into(),

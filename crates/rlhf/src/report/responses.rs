@@ -73,8 +73,8 @@ fn shaded(page: &mut Html, token: &str, probability: f64) {
     page.text(token).raw("</span>");
 }
 
-/// Writes the turns of a response: texts, calls and results. Tokens that are known are written too; the style sheet shows them in place of the
-/// texts when tokens are shaded.
+/// Writes the turns of a response: texts, calls and results. Tokens that are known are written too; the style sheet shows them in place of
+/// the texts when tokens are shaded.
 fn turns(page: &mut Html, turns: &Turns) {
     page.raw("<div class=\"turns\">\n");
     for turn in &turns.turns {

@@ -83,7 +83,8 @@ impl Prompt {
     }
 }
 
-/// Text that all prompts of a run begin and end with, such as the chat template with the system prompt, or an instruction. It is shown once.
+/// Text that all prompts of a run begin and end with, such as the chat template with the system prompt, or an instruction. It is shown
+/// once.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Frame {
     pub before: String,

@@ -294,8 +294,8 @@ pub fn last(metric: &str, points: &[Point]) -> f64 {
     ends.map_or(f64::NAN, |ends| ends.last)
 }
 
-/// Returns the moving mean of the finite values of a metric, if its window has several values. The window is that of the numbers at the ends of
-/// a run, so the mean begins and ends with these numbers. Elsewhere each point is in the middle of its window.
+/// Returns the moving mean of the finite values of a metric, if its window has several values. The window is that of the numbers at the
+/// ends of a run, so the mean begins and ends with these numbers. Elsewhere each point is in the middle of its window.
 pub fn smoothed(metric: &str, points: &[Point]) -> Option<Vec<Point>> {
     let mut sums = vec![0.0];
     for value in points.iter().map(|point| point.1).filter(|value| value.is_finite()) {

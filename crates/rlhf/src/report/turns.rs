@@ -41,8 +41,8 @@ pub struct Turn {
     pub parts: Vec<Part>,
     /// Parts after these.
     pub left_out: usize,
-    /// Texts of its tokens with their probabilities, which are `None` where the policy did not sample them; empty where they are not known, or
-    /// too many.
+    /// Texts of its tokens with their probabilities, which are `None` where the policy did not sample them; empty where they are not known,
+    /// or too many.
     pub tokens: Vec<(Cut, Option<f64>)>,
 }
 
@@ -195,8 +195,8 @@ mod tests {
         let shades: Vec<_> = shown.turns.iter().map(|turn| turn.tokens[0].1).collect();
         assert_eq!(shades, [Some(0.5), None, Some(0.5)]);
         assert_eq!((shown.calls, shown.failures, shown.reward, shown.ends_with_calls), (2, 1, Some(0.25), false));
-        // A response may end with a result that is the last one that fits, or with one that the policy does not see because its environment is
-        // done.
+        // A response may end with a result that is the last one that fits, or with one that the policy does not see because its environment
+        // is done.
         assert_eq!(turns(&messages[..3], &json!([2, 5]), "ab123").1, ["ab", "123"]);
         assert_eq!(turns(&messages[..2], &json!([]), "ab").1, ["ab", ""]);
         let (shown, texts) = turns(&messages[..1], &json!([]), "ab");

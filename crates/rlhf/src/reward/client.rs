@@ -142,7 +142,8 @@ impl Client {
     }
 }
 
-/// Returns the message in the body of an error, shortened: `error.message`, `error`, `message` or `detail` of a JSON object, or a plain text.
+/// Returns the message in the body of an error, shortened: `error.message`, `error`, `message` or `detail` of a JSON object, or a plain
+/// text.
 fn error_message(body: &str) -> Option<String> {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
     let text = match &parsed {

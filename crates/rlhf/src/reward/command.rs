@@ -48,8 +48,8 @@ pub(crate) const EXIT_WAIT: Duration = Duration::from_millis(500);
 /// with `{"error": "why", "retry": false}` one that another attempt would have too. It is restarted after a failure. It should exit at the
 /// end of its standard input, and is killed if it does not.
 ///
-/// Each object has an `id`. A program that repeats it in its lines, `{"score": x, "id": n}`, may write the lines of a batch in any order, and an
-/// extra line cannot shift its scores. Without ids an extra line is an error when it comes with the scores of its batch, when the
+/// Each object has an `id`. A program that repeats it in its lines, `{"score": x, "id": n}`, may write the lines of a batch in any order,
+/// and an extra line cannot shift its scores. Without ids an extra line is an error when it comes with the scores of its batch, when the
 /// next batch is sent, or at [`Reward::finish`].
 pub struct CommandReward {
     program: RestartedProgram,
@@ -509,8 +509,8 @@ impl Program {
         }
     }
 
-    /// Reads the next score of a batch of `len` scores, of which `count` are already read; `first` is the id of the first response. Returns the
-    /// row of the score as well: the row of its id, or without an id the next one.
+    /// Reads the next score of a batch of `len` scores, of which `count` are already read; `first` is the id of the first response. Returns
+    /// the row of the score as well: the row of its id, or without an id the next one.
     fn read_score(
         &mut self,
         count: usize,

@@ -71,7 +71,8 @@ pub(super) fn split(kind: &str, argument: &str) -> Result<(String, bool)> {
     Ok((rest.join(","), is_optional))
 }
 
-/// Refuses an optional reward whose column no row has: its name may be misspelt. `columns` are the names and columns of the optional rewards.
+/// Refuses an optional reward whose column no row has: its name may be misspelt. `columns` are the names and columns of the optional
+/// rewards.
 ///
 /// # Errors
 /// If there is such a reward; the error names it.

@@ -30,7 +30,8 @@ pub(super) const RETRIES: &str = "retries";
 
 /// Maximum wait before a retry.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Maximum wait that a service may ask for. With the default retries it is less than the default of `dist_timeout`, for which other ranks wait.
+/// Maximum wait that a service may ask for. With the default retries it is less than the default of `dist_timeout`, for which other ranks
+/// wait.
 const MAX_ASKED: Duration = Duration::from_secs(300);
 /// Wait before a retry above which a warning tells how long it is.
 const LONG_WAIT: Duration = Duration::from_secs(5);

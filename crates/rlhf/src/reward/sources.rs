@@ -80,8 +80,8 @@ impl Sources {
         }
     }
 
-    /// Adds a file, and the files that it names. Its name is its path below `root`, or else below the folder of its outermost package; `here` is
-    /// the working directory.
+    /// Adds a file, and the files that it names. Its name is its path below `root`, or else below the folder of its outermost package;
+    /// `here` is the working directory.
     fn add(&mut self, path: &Path, root: &Path, here: &Path) {
         let Ok(real) = path.canonicalize() else { return };
         let is_small = std::fs::metadata(&real).is_ok_and(|data| data.is_file() && data.len() <= MAX_SOURCE);

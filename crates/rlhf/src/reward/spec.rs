@@ -75,8 +75,8 @@ impl Spec {
         Some((self.name.as_str(), self.model_path()?))
     }
 
-    /// The contents that decide its scores in addition to the settings, as far as they are known before it is loaded, by the names of their files;
-    /// see [`Reward::contents`].
+    /// The contents that decide its scores in addition to the settings, as far as they are known before it is loaded, by the names of their
+    /// files; see [`Reward::contents`].
     pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
         match &self.kind {
             Kind::Command(line) => program_files(line),
@@ -254,8 +254,8 @@ pub fn is_function_path(text: &str) -> bool {
     text.contains('.') && !text.ends_with(".py") && text.split('.').all(is_name)
 }
 
-/// Returns the message about a reward `kind` that is no kind but something that a user of TRL may write there: several rewards, a Python file or
-/// function, a model.
+/// Returns the message about a reward `kind` that is no kind but something that a user of TRL may write there: several rewards, a Python
+/// file or function, a model.
 fn mistaken(kind: &str, argument: &str) -> Option<String> {
     let is_name = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c));
     let parts: Vec<&str> = if argument.is_empty() { kind.split(',').map(str::trim).collect() } else { Vec::new() };

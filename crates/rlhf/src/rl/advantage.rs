@@ -311,8 +311,8 @@ impl Advantage {
     }
 }
 
-/// Advantages of the rows of an update by their total rewards, where NaN is no total. A row without a total, or without another row to compare
-/// it with, gets 0 or NaN, which [`math::to_all_tokens`] makes 0.
+/// Advantages of the rows of an update by their total rewards, where NaN is no total. A row without a total, or without another row to
+/// compare it with, gets 0 or NaN, which [`math::to_all_tokens`] makes 0.
 fn compared(totals: &[f64], groups: &[usize], baseline: Baseline, scale: ScaleRewards) -> Vec<f64> {
     let leave_out = if baseline == Baseline::LeaveOneOut { LeaveOut::Itself } else { LeaveOut::Nothing };
     let means = math::group_means(totals, groups, leave_out);

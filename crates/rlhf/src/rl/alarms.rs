@@ -64,8 +64,8 @@ const RISING_PAIRS: f64 = 0.68;
 /// Share of clipped tokens above which a step is too large: most of the batch then has no gradient. Healthy runs stay below 0.3.
 const MOST_CLIPPED: f64 = 0.5;
 
-/// Mean difference between the log-probabilities of sampling and of training, in nats per token, above which it is more than rounding. In f32 it
-/// is about 1e-6, in bf16 about 0.01.
+/// Mean difference between the log-probabilities of sampling and of training, in nats per token, above which it is more than rounding. In
+/// f32 it is about 1e-6, in bf16 about 0.01.
 const MOST_MISMATCH: f64 = 0.1;
 
 /// Factor over the running median at which the norm of a gradient leaps; in the examples of this repository it is at most 3.
@@ -172,7 +172,8 @@ impl Alarms {
         warnings.into_iter().flatten().chain(cut_warning).collect()
     }
 
-    /// Records the scores of the groups of an update, of `size` rows each; returns a warning when too many groups in a row had equal scores.
+    /// Records the scores of the groups of an update, of `size` rows each; returns a warning when too many groups in a row had equal
+    /// scores.
     pub(crate) fn observe_groups(&mut self, update: usize, scores: &[f64], size: usize) -> Option<Warning> {
         let message = self.equal_groups.observe(update, scores, size)?;
         self.once(WarningKind::EqualScores, || message)
@@ -475,8 +476,8 @@ impl Alarms {
         self.observe_move(kind, (update + 1).saturating_sub(updates).max(1), true);
     }
 
-    /// For an alarm that was raised in `update`: returns the update in which its metric began to move, and the largest number of updates that a
-    /// checkpoint from before that can have; 0 if there is none.
+    /// For an alarm that was raised in `update`: returns the update in which its metric began to move, and the largest number of updates
+    /// that a checkpoint from before that can have; 0 if there is none.
     ///
     /// The metrics of an update are those of the policy after the previous update, except the metrics of its optimizer steps.
     pub(crate) fn beginning(&self, kind: WarningKind, update: usize) -> (usize, usize) {
@@ -897,7 +898,7 @@ mod tests {
         // 120 of the first 128, and then 60 of the last.
         assert_eq!(found(&[60, 60, 60, 55, 30, 30, 30]), [(6, WarningKind::FewerStops)]);
         assert_eq!(found(&[60, 60, 60, 55, 31, 31, 31]), [], "not by half");
-        // From 16 to 8 found 128 is within four standard errors.
+        // From 16 to 8 of 128 is within four standard errors.
         assert_eq!(found(&[8, 8, 4, 4, 4, 4]), []);
     }
 

@@ -207,7 +207,8 @@ fn same_weights(policy: &CausalLm, reference: &CausalLm) -> Result<bool> {
 #[derive(Debug, Default)]
 pub(crate) struct Skips {
     updates: usize,
-    /// The first number that was not finite in the present update, the number of steps skipped for such numbers, and the number of all steps.
+    /// The first number that was not finite in the present update, the number of steps skipped for such numbers, and the number of all
+    /// steps.
     reason: Option<(String, usize, usize)>,
 }
 

@@ -77,9 +77,9 @@ impl Ema {
         &self.weights
     }
 
-    /// Calls `f` with the policy at the average's weights, in the dtypes of the policy's weights; the policy then has its own weights again, bit
-    /// for bit. Where the policy's parameters are divided over ranks, rank 0 calls this to write the average, while the other ranks take part in
-    /// the collectives.
+    /// Calls `f` with the policy at the average's weights, in the dtypes of the policy's weights; the policy then has its own weights
+    /// again, bit for bit. Where the policy's parameters are divided over ranks, rank 0 calls this to write the average, while the other
+    /// ranks take part in the collectives.
     ///
     /// # Errors
     /// The errors of `f`; if a rank has ended or does not respond.

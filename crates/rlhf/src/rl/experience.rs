@@ -18,8 +18,8 @@ pub struct Masks {
     pub value: Tensor,
     /// Slots whose values are in the value loss; within `value`.
     pub value_loss: Tensor,
-    /// Slots before the last token that counts whose tokens the policy did not sample: results of tools, and the text of the template between
-    /// turns. They are in no other mask; advantages and returns pass over them. `None` where all tokens were sampled.
+    /// Slots before the last token that counts whose tokens the policy did not sample: results of tools, and the text of the template
+    /// between turns. They are in no other mask; advantages and returns pass over them. `None` where all tokens were sampled.
     pub inserted: Option<Tensor>,
 }
 
@@ -114,7 +114,8 @@ impl Experience {
         self.groups.windows(2).any(|pair| pair[0] == pair[1])
     }
 
-    /// For each of `rows`, the number of first tokens that its prompt shares with the prompt of the row before it: models compute them once.
+    /// For each of `rows`, the number of first tokens that its prompt shares with the prompt of the row before it: models compute them
+    /// once.
     /// `None` if few are shared.
     pub(crate) fn shared_lens(&self, rows: &[usize]) -> Option<Vec<usize>> {
         let tokens = rows.iter().map(|&row| self.sequence_len(row)).sum();

@@ -19,8 +19,8 @@ pub struct GroupFilterConfig {
     /// Replace groups whose mean score is not between these two numbers, LOW,HIGH (OpenRLHF's dynamic filtering).
     #[setting(heading = ADVANTAGES, delimiter = ',', several, replay = Sampling)]
     pub dynamic_filtering_reward_range: Vec<f64>,
-    /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are still
-    /// missing then are taken from those that were replaced.
+    /// Maximum batches of responses that an update samples for `dynamic_sampling` or `dynamic_filtering_reward_range`; groups that are
+    /// still missing then are taken from those that were replaced.
     #[setting(heading = ADVANTAGES, default = 10, replay = Sampling, most = MOST_ROWS)]
     pub max_num_gen_batches: usize,
     /// Last tokens of `response_length` in which a response is penalized, by its length up to `overlong_penalty_factor` (soft overlong
@@ -120,8 +120,8 @@ pub(crate) struct Overlong {
 }
 
 impl Overlong {
-    /// The penalty of a response for its length: 0 up to `response_length` - `buffer` tokens, then growing linearly. Source: Yu et al. 2025,
-    /// DAPO, eq. 13.
+    /// The penalty of a response for its length: 0 up to `response_length` - `buffer` tokens, then growing linearly. Source: Yu et al.
+    /// 2025, DAPO, eq. 13.
     pub(crate) fn penalty(&self, response: &Response) -> f64 {
         let over = (response.tokens.len() + self.buffer).saturating_sub(self.response_length) as f64;
         (over / self.buffer as f64).min(1.0) * self.factor
@@ -138,8 +138,8 @@ pub(crate) struct EqualGroups {
 }
 
 impl EqualGroups {
-    /// Records the scores of groups of `size` rows; returns a message about update `update`, counted from 1, when too many groups in a row had
-    /// equal scores.
+    /// Records the scores of groups of `size` rows; returns a message about update `update`, counted from 1, when too many groups in a row
+    /// had equal scores.
     pub(crate) fn observe(&mut self, update: usize, scores: &[f64], size: usize) -> Option<String> {
         let before = self.in_a_row;
         for group in scores.chunks(size.max(1)) {

@@ -125,7 +125,8 @@ impl FromIterator<LearningRates> for StepRates {
     }
 }
 
-/// Settings that may change from update to update; [`PpoConfig::update_settings`](crate::settings::PpoConfig::update_settings) resolves them.
+/// Settings that may change from update to update; [`PpoConfig::update_settings`](crate::settings::PpoConfig::update_settings) resolves
+/// them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UpdateSettings {
     /// Terms of the losses.
@@ -215,7 +216,7 @@ pub struct Learner {
     pub unsupervised: Option<Unsupervised>,
     /// Return every probability ratio in [`StepStats::ratios`]; off, because reading them from the device takes time.
     pub collect_ratios: bool,
-    /// Return the clipped share of each response in [`StepStats::low_clipped`] and the fields after it.
+    /// Collect how much of the responses is clipped, in [`StepStats::low_clipped`] and the next three fields.
     pub collect_clips: bool,
     /// Receives each number that is computed, where someone observes an update.
     pub(crate) observer: Option<Sender<Learned>>,
@@ -753,8 +754,8 @@ impl Learner {
         }
     }
 
-    /// Runs passes without gradients over the micro-batches of this rank. Returns them, and the factors with the lowest entropy of the tokens
-    /// that the policy's objective trains.
+    /// Runs passes without gradients over the micro-batches of this rank. Returns them, and the factors with the lowest entropy of the
+    /// tokens that the policy's objective trains.
     fn previews(
         &self,
         batches: impl Iterator<Item = MicroBatch>,
@@ -931,7 +932,8 @@ impl Learner {
         self.entropy_controller.as_ref().map_or(constant, EntropyController::applied)
     }
 
-    /// Gives the entropy of the tokens of `parts` to the controller, if the policy has taken a step; `before` is its number of steps before.
+    /// Gives the entropy of the tokens of `parts` to the controller, if the policy has taken a step; `before` is its number of steps
+    /// before.
     fn control_entropy(&mut self, before: i64, parts: &[StepStats]) {
         let sum = |number: fn(&StepStats) -> f64| parts.iter().map(number).sum::<f64>();
         let tokens = sum(|part| part.bonus_tokens);
@@ -1059,8 +1061,8 @@ fn check_targets(experience: &Experience, targets: &Targets) -> Result<()> {
     Ok(())
 }
 
-/// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass by
-/// itself. With `shares`, first tokens that a row has in common with the row before it in the same pass are computed once.
+/// Divides `rows` into passes of at most `most_rows` rows that compute at most `most_tokens` tokens each; a row with more tokens is a pass
+/// by itself. With `shares`, first tokens that a row has in common with the row before it in the same pass are computed once.
 fn passes<'a>(
     e: &Experience,
     rows: &'a [usize],

@@ -81,7 +81,8 @@ pub fn whiten(x: &Tensor, mask: &Tensor, shift_mean: bool) -> Tensor {
 
 /// Estimate of KL(policy || reference) per token, `[B, R]` f32, 0 outside `mask`; differentiable in `logprobs`.
 ///
-/// Panics for [`KlEstimator::Full`], which needs whole distributions and not one log-probability of each model: `CausalLm::kl_to` measures it.
+/// Panics for [`KlEstimator::Full`], which needs whole distributions and not one log-probability of each model: `CausalLm::kl_to` measures
+/// it.
 pub fn kl(logprobs: &Tensor, ref_logprobs: &Tensor, mask: &Tensor, estimator: KlEstimator) -> Tensor {
     let log_ratio = keep(&(ref_logprobs - logprobs), mask);
     match estimator {
@@ -126,8 +127,8 @@ pub enum Lambda {
     PerRow(Tensor),
 }
 
-/// [`gae`] that passes over the slots of `skipped`, `[B, R]` bool, if there are any: they are no steps. The slot before them takes the value and
-/// the advantage of the slot after them, with one discount. Results are 0 in skipped slots.
+/// [`gae`] that passes over the slots of `skipped`, `[B, R]` bool, if there are any: they are no steps. The slot before them takes the
+/// value and the advantage of the slot after them, with one discount. Results are 0 in skipped slots.
 pub fn gae_across(
     rewards: &Tensor,
     values: &Tensor,
@@ -169,8 +170,8 @@ pub fn gae_across(
     (advantages.to_device(device), returns.to_device(device))
 }
 
-/// Discounted returns: in each slot the sum of its reward and all later rewards of its row, `[B, R]` f32. The slots of `skipped`, `[B, R]` bool,
-/// are no steps: nothing is discounted there.
+/// Discounted returns: in each slot the sum of its reward and all later rewards of its row, `[B, R]` f32. The slots of `skipped`, `[B, R]`
+/// bool, are no steps: nothing is discounted there.
 pub fn returns(rewards: &Tensor, skipped: Option<&Tensor>, gamma: f64) -> Tensor {
     if gamma == 1.0 {
         return rewards.flip([1i64]).cumsum(1, Kind::Float).flip([1i64]);
@@ -198,8 +199,8 @@ pub enum LeaveOut {
     Itself,
 }
 
-/// The mean of `numbers` over each row's group; NaN counts as no number. The result is NaN where the group has no number, or where the row is
-/// left out and has no number or is the only one that has.
+/// The mean of `numbers` over each row's group; NaN counts as no number. The result is NaN where the group has no number, or where the row
+/// is left out and has no number or is the only one that has.
 pub fn group_means(numbers: &[f64], groups: &[usize], leave_out: LeaveOut) -> Vec<f64> {
     let sums = group_sums(numbers, groups, |x| x);
     let row_mean = |(&number, &group): (&f64, &usize)| {
@@ -214,7 +215,8 @@ pub fn group_means(numbers: &[f64], groups: &[usize], leave_out: LeaveOut) -> Ve
     numbers.iter().zip(groups).map(row_mean).collect()
 }
 
-/// The unbiased standard deviation of `numbers` over each row's group; NaN counts as no number, and is the result for fewer than two numbers.
+/// The unbiased standard deviation of `numbers` over each row's group; NaN counts as no number, and is the result for fewer than two
+/// numbers.
 pub fn group_stds(numbers: &[f64], groups: &[usize]) -> Vec<f64> {
     let means = group_means(numbers, groups, LeaveOut::Nothing);
     let gaps: Vec<f64> = numbers.iter().zip(means).map(|(x, mean)| x - mean).collect();
@@ -356,8 +358,8 @@ impl Ratios {
         Self { ratio: log_ratio.exp(), log_ratio }
     }
 
-    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` is the number of tokens of the
-    /// response times the weight of a token's log-probability in the logarithm of that ratio.
+    /// Ratios of whole responses at their tokens: `value` is the ratio of each token's response, and `factor` is the number of tokens of
+    /// the response times the weight of a token's log-probability in the logarithm of that ratio.
     ///
     /// The gradient of a response's ratio is that of all its tokens. Where each token of a response has the same weight in the loss and the
     /// same advantage, the sum over tokens has that gradient if a token's ratio is

@@ -52,7 +52,8 @@ impl Learner {
         }
     }
 
-    /// Adds the metrics of a run without a critic, under the names of TRL's GRPOTrainer and RLOOTrainer. `docs/reference/metrics.md` defines each.
+    /// Adds the metrics of a run without a critic, under the names of TRL's GRPOTrainer and RLOOTrainer. `docs/reference/metrics.md`
+    /// defines each.
     pub fn group_metrics(&self, m: &mut Metrics, e: &Experience, targets: &Targets, steps: &[StepStats]) {
         let totals = e.scored_totals();
         let std = math::std(&totals);
@@ -83,8 +84,8 @@ impl Learner {
         self.clip_metrics(m, &all);
     }
 
-    /// Returns the PPO metrics that a run of groups leaves out: it has them by other names, or they say nothing. With the KL in the loss the
-    /// rewards are the scores.
+    /// Returns the PPO metrics that a GRPO or RLOO run leaves out: it has them by other names, or they say nothing. With the KL in the loss
+    /// the rewards are the scores.
     pub(crate) fn repeated_metrics(&self) -> &'static [&'static str] {
         const KL: [&str; 3] = ["loss/kl_avg", "objective/non_score_reward", "objective/rlhf_reward"];
         const ALL: [&str; 4] = [KL[0], KL[1], KL[2], CLIPPED];

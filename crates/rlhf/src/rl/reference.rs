@@ -16,8 +16,8 @@ pub struct SyncConfig {
     /// Share of the policy in the updated reference model; 1 replaces it by the policy.
     #[setting(heading = KL, default = 0.6, replay = Changes)]
     pub ref_model_mixup_alpha: f64,
-    /// Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled already are compared with the earlier
-    /// one.
+    /// Optimizer steps between two updates of the reference model; responses that `ppo` and `grpo` have sampled already are compared with
+    /// the earlier one.
     #[setting(heading = KL, default = 512, replay = Changes)]
     pub ref_model_sync_steps: usize,
 }

@@ -64,8 +64,8 @@ impl ScoreMaker {
         Self { scaling: ScoreScaling::new(scaling), penalties, ends }
     }
 
-    /// Returns the scores that are trained on, or baselines of them: scales `scored`, and subtracts the penalties. With `training` the scores
-    /// are added to the running moments first.
+    /// Returns the scores that are trained on, or baselines of them: scales `scored`, and subtracts the penalties. With `training` the
+    /// scores are added to the running moments first.
     pub(crate) fn trained(
         &mut self,
         scored: &mut Scored,

@@ -18,9 +18,9 @@ pub struct StepStats {
     pub low_clipped: [f64; 2],
     /// Tokens above the clip range with a positive advantage; and the sum over responses of their shares of the tokens.
     pub high_clipped: [f64; 2],
-    /// The least share of a response's tokens that is clipped below; infinite without a response that counts.
-    pub low_clipped_min: f64,
     /// The lowest share of a response's tokens that is clipped below; infinite without a response that counts.
+    pub low_clipped_min: f64,
+    /// The largest share of a response's tokens that is clipped above.
     pub high_clipped_max: f64,
     /// Value slots of the mini-batch.
     pub value_slots: f64,
@@ -42,11 +42,11 @@ pub struct StepStats {
     pub ref_kl: f64,
     /// Sum of the entropies of the distributions over the vocabulary, in nats.
     pub entropy: f64,
-    /// Sum of the entropies of the tokens that an entropy bonus is the mean of.
-    pub bonus_entropy: f64,
     /// Sum of the entropies of the tokens over which the entropy bonus is averaged.
-    pub bonus_tokens: f64,
+    pub bonus_entropy: f64,
     /// Number of tokens over which the entropy bonus is averaged; 0 while the policy is frozen.
+    pub bonus_tokens: f64,
+    /// Coefficient of the entropy bonus after the step, where it follows a target; else 0.
     pub entropy_coef: f64,
     /// Sum of the probability ratios.
     pub ratio: f64,
@@ -66,8 +66,8 @@ pub struct StepStats {
     pub unsup_loss: f64,
     /// The mean ratio was above `ratio_threshold`: no step was taken, and the norms are 0.
     pub skipped: bool,
-    /// Differences from the log-probabilities of sampling; only for the first optimizer step of an update, while the policy is still the one
-    /// that sampled, and only where the responses have these log-probabilities.
+    /// Differences from the log-probabilities of sampling; only for the first optimizer step of an update, while the policy is still the
+    /// one that sampled, and only where the responses have these log-probabilities.
     pub sampling: Option<SamplingDifference>,
     /// The next entry belongs to the same optimizer step.
     pub continues_step: bool,

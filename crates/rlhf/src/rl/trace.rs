@@ -54,7 +54,8 @@ pub(crate) struct Observed {
 }
 
 impl Observed {
-    /// Returns the batch `e` with its `targets`. The tensors share their memory, which no update changes.
+    /// Returns the batch `e` with its `targets`. The tensors share memory with those of `e` and `targets`, which no
+    /// update changes.
     pub(crate) fn of(e: &Experience, targets: &Targets) -> Self {
         let counts = |numbers: &[usize]| whole(&numbers.iter().map(|&n| n as i64).collect::<Vec<_>>());
         let lens = |rows: &[Vec<i64>]| whole(&rows.iter().map(|row| row.len() as i64).collect::<Vec<_>>());

@@ -83,10 +83,11 @@ impl Unsupervised {
         Self::new(&texts, block, config.unsup_coef, seed, name).map(Some)
     }
 
-    /// Concatenates `texts` and cuts them into blocks of `block` tokens; a last block that is not full is left out, unless it is the only one.
+    /// Concatenates `texts` and cuts them into blocks of `block` tokens; a last block that is not full is left out, unless it is the only
+    /// one.
     ///
     /// # Errors
-    /// If no text has two tokens. `name` is that of the dataset, for the error.
+    /// If all texts together have fewer than two tokens. `name` is that of the dataset, for the error.
     pub fn new(texts: &[Vec<i64>], block: usize, coef: f64, seed: u64, name: &Path) -> Result<Self> {
         let all = texts.concat();
         let mut blocks: Vec<Vec<i64>> = all.chunks(block.max(2)).map(<[i64]>::to_vec).collect();

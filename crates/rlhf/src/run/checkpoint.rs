@@ -128,8 +128,8 @@ impl Checkpoints {
         self.dir.join(name_of(done))
     }
 
-    /// Returns whether a run that ends after `done` updates should leave a checkpoint: it did an update, it is not finished or checkpoints are
-    /// set, and none was written or tried after that update.
+    /// Returns whether a run that ends after `done` updates should leave a checkpoint: it did an update, it is not finished or checkpoints
+    /// are set, and none was written or tried after that update.
     pub(crate) fn is_wanted_at_end(&self, done: usize) -> bool {
         let due = done > 0 && (done < self.num_updates || self.every.is_some());
         due && self.last != Some(done) && Saved::read(&self.place(done)).is_err()

@@ -26,8 +26,8 @@ impl Ends {
     }
 }
 
-/// Returns the number of values in the mean at an end of a run with `len` values of the metric `name`: a tenth of them, and one for a metric of
-/// evaluations, whose values are means over all held-out rows.
+/// Returns the number of values in the mean at an end of a run with `len` values of the metric `name`: a tenth of them, and one for a
+/// metric of evaluations, whose values are means over all held-out rows.
 pub fn window(name: &str, len: usize) -> usize {
     if is_eval_metric(name) { len.min(1) } else { len.div_ceil(10).min(MOST_VALUES) }
 }
@@ -61,8 +61,8 @@ pub fn metric_of(line: &Map<String, Value>, name: &str) -> Option<f64> {
     line.get(name).or_else(group_value)?.as_f64()
 }
 
-/// Returns the numbers of a metric at the start and at the end of a run, as texts, from its `lines` of metrics. Numbers of held-out prompts have
-/// their standard errors. The first text is empty if there is only one value.
+/// Returns the numbers of a metric at the start and at the end of a run, as texts, from its `lines` of metrics. Numbers of held-out prompts
+/// have their standard errors. The first text is empty if there is only one value.
 pub fn ends_of(lines: &[Map<String, Value>], name: &str) -> Option<[String; 2]> {
     let values = |name: &str| lines.iter().filter_map(|line| metric_of(line, name)).collect::<Vec<_>>();
     let (all, errors) = (values(name), values(&format!("{name}_stderr")));

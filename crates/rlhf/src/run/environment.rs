@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Variables that change the order of sums or the instructions that compute them: of libtorch, oneDNN, MKL, OpenMP, cuBLAS, NCCL and rlhf. The
-/// number of threads is compared separately.
+/// Variables that change the order of sums or the instructions that compute them: of libtorch, oneDNN, MKL, OpenMP, cuBLAS, NCCL and rlhf.
+/// The number of threads is compared separately.
 const ROUNDING: [&str; 21] = [
     "ATEN_CPU_CAPABILITY",
     "CUBLASLT_WORKSPACE_SIZE",
@@ -37,7 +37,7 @@ const PRECISION: [&str; 4] = [
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 ];
 
-/// Variables that change what functions and programs of Python do.
+/// Variables that change what Python functions and programs do.
 const PYTHON: [&str; 3] = ["PYTHONHASHSEED", "PYTHONPATH", "RLHF_PYTHON"];
 
 /// Beginnings of the names of variables that have no effect without a GPU.
@@ -57,7 +57,7 @@ impl Environment {
         Self::of(var, tch::Cuda::is_available())
     }
 
-    /// Returns the variables with the values that `var` returns.
+    /// Returns the variables that have an effect on this machine, with the values that `var` returns; `has_gpu` tells whether it has a GPU.
     fn of(var: impl Fn(&str) -> Option<String>, has_gpu: bool) -> Self {
         let counts = |name: &&&str| has_gpu || !GPU_PREFIXES.iter().any(|begin| name.starts_with(begin));
         let names = ROUNDING.iter().chain(&PRECISION).chain(&PYTHON).filter(counts);
@@ -66,8 +66,8 @@ impl Environment {
         Self(names.filter_map(value).collect())
     }
 
-    /// Returns a line about the differing variables that change rounding, and one about those that change scores of Python. `then` is the
-    /// earlier environment, and `place` is where it was recorded.
+    /// Returns a line about the differing variables that change rounding, and one about those that change scores of Python functions.
+    /// `then` is the earlier environment, and `place` is where it was recorded.
     pub(in crate::run) fn warnings(&self, then: &Self, place: &str) -> Vec<String> {
         let line = |names: &[&str], effect: &str| {
             let changed = self.changed(then, names);

@@ -53,7 +53,8 @@ pub enum Event<'a> {
         /// The responses.
         rollout: &'a Rollout,
     },
-    /// Something in an update should be looked at; nothing stops unless `on_alarm` sets that. Also on standard error, unless the console is silent.
+    /// Something in an update should be looked at; nothing stops unless `on_alarm` sets that. Also on standard error, unless the console is
+    /// silent.
     Warning {
         /// Updates done so far, this one included.
         step: usize,
@@ -196,7 +197,7 @@ pub struct Sample {
     pub score: f64,
     /// Score of each reward by its name, before weights and penalties.
     pub components: BTreeMap<String, f64>,
-    /// Further columns of rewards: of functions of Python, those of `log_extra`.
+    /// Further columns of rewards: of Python functions, those of `log_extra`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub extra: BTreeMap<String, Value>,
     /// Why the response ended, where that is known.

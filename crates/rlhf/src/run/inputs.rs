@@ -33,8 +33,8 @@ pub(crate) const ENVIRONMENTS: &str = "tools and environments";
 /// Name of the date of chat templates among the inputs.
 const DATE: &str = "date of chat templates";
 
-/// The inputs of a run by the name of their setting, each with its path and digests; and the date of chat templates, which is stored but not
-/// compared.
+/// The inputs of a run by the name of their setting, each with its path and digests; and the date of chat templates, which is stored but
+/// not compared.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Inputs(Map<String, Value>);
 
@@ -141,7 +141,7 @@ impl Inputs {
         self.0.clone().into()
     }
 
-    /// The inputs without their paths, which are the same on all ranks of a run.
+    /// The inputs without their paths: what is left is the same on all ranks of a run.
     pub(crate) fn without_paths(&self) -> Map<String, Value> {
         let mut inputs = self.0.clone();
         inputs.values_mut().filter_map(Value::as_object_mut).for_each(|input| drop(input.shift_remove("path")));

@@ -88,9 +88,9 @@ fn is_leftover(path: &Path) -> bool {
     if name == format!("{CONFIG}.tmp") {
         return std::fs::read(path).is_ok_and(|text| is_resolved(&text));
     }
-    let is_samples = name.ends_with(".tmp") && samples_update(&name).or(rollout_update(&name)).is_some();
-    let is_lines = [METRICS, ALARMS].iter().any(|file| name == format!("{file}.tmp"));
-    is_samples || is_lines || name == tensorboard::TEMPORARY
+    let is_samples_file = name.ends_with(".tmp") && samples_update(&name).or(rollout_update(&name)).is_some();
+    let is_jsonl_file = [METRICS, ALARMS].iter().any(|file| name == format!("{file}.tmp"));
+    is_samples_file || is_jsonl_file || name == tensorboard::TEMPORARY
 }
 
 /// Returns whether a run writes files of this name: `overwrite_output_dir` removes no others.
@@ -423,9 +423,9 @@ fn remove_run_folder(dir: &Path) -> Result<()> {
 /// Removes the files that a run writes to a folder, except its configuration.
 fn remove_run_files(dir: &Path) -> Result<()> {
     // A killed save leaves this folder.
-    let unsaved = dir.join(STAGING);
-    if unsaved.is_dir() {
-        std::fs::remove_dir_all(&unsaved).map_err(Error::io("remove", &unsaved))?;
+    let staging = dir.join(STAGING);
+    if staging.is_dir() {
+        std::fs::remove_dir_all(&staging).map_err(Error::io("remove", &staging))?;
     }
     for template in further_templates(dir).iter().map(|path| dir.join(path)) {
         std::fs::remove_file(&template).map_err(Error::io("remove", &template))?;

@@ -41,9 +41,9 @@ const MODEL_FILES: [&str; 16] = [
     "sentencepiece.bpe.model",
 ];
 
-/// Returns whether the file at this path of the folder is pushed: a file of a model in Hugging Face format, or a run's configuration or metrics.
-/// Other files are not pushed, because a run's folder may have texts of the data, logs, and files of the user. A path that ends with a slash
-/// is a folder: only the folder of further chat templates is read.
+/// Returns whether the file at this path of the folder is pushed: a file of a model in Hugging Face format, or a run's configuration or
+/// metrics. Other files are not pushed, because a run's folder may have texts of the data, logs, and files of the user. A path that ends
+/// with a slash is a folder: only the folder of further chat templates is read.
 pub(crate) fn is_of_model(path: &str) -> bool {
     let is_template =
         || tokenizer::is_further_template(path) || path.strip_suffix('/') == Some(tokenizer::FURTHER_TEMPLATES);
@@ -173,7 +173,8 @@ pub(crate) struct Pusher {
 }
 
 impl Pusher {
-    /// Returns warnings about the model of the run that has ended: [`local_base_warning`], and a warning if there is no best model.
+    /// Returns warnings about the model of the run that has ended: [`local_base_warning`] and, with `hub_strategy = best`, that there
+    /// is no best model.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let is_last = self.strategy == HubStrategy::Best && self.folder() == self.output_dir;
         let last = is_last.then(|| "hub_strategy = best: the run has no best model, so its last one is pushed".into());

@@ -43,7 +43,8 @@ pub(crate) fn resolved_settings(dir: &Path) -> Option<Value> {
     }
 }
 
-/// Returns whether the run in the folder `dir` has a line of metrics of an update. A line of step 0 is an evaluation before the first update.
+/// Returns whether the run in the folder `dir` has a line of metrics of an update. A line of step 0 is an evaluation before the first
+/// update.
 pub(crate) fn has_updates(dir: &Path) -> bool {
     let lines = std::fs::read(dir.join(METRICS)).unwrap_or_default();
     let is_initial_evaluation = |line: &Value| line["step"].as_f64() == Some(0.0);

@@ -92,7 +92,7 @@ pub(crate) trait Trainee {
     /// If a file cannot be written, or `dtype` does not hold a number of the model.
     fn write_models(&self, dir: &Path, dtype: Dtype) -> Result<()>;
 
-    /// Writes other models that a run resumes from to `dir` too, on rank 0 alone.
+    /// Writes to `dir` the other models that a run resumes from, on rank 0 alone.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -113,8 +113,8 @@ pub(crate) trait Trainee {
     /// If a file cannot be written.
     fn write_bases(&mut self) -> Result<()>;
 
-    /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder. Each has the names of the inputs that may decide its
-    /// contents: the first one that the run has does.
+    /// Returns the folders that [`Trainee::write_bases`] writes, below the output folder. Each has the names of the inputs that may decide
+    /// its contents: the first one that the run has does.
     fn bases(&self) -> Vec<(PathBuf, &'static [&'static str])>;
 
     /// Replaces the model in the output folder `dir` by the current one in `dtype`, with its model card.
@@ -388,8 +388,8 @@ impl<'w> Session<'w> {
         let mut opening = opening;
         let repository = opening.as_mut().and_then(|opening| opening.repository.take());
         if let Some(opening) = opening {
-            // The models are on their device by now, so it is known whether kernels are loaded. If only some ranks computed by kernels, they
-            // would round differently from the others.
+            // The models are on their device by now, so it is known whether kernels are loaded. If only some ranks computed by kernels,
+            // they would round differently from the others.
             let mut common = trainee.inputs().without_paths();
             let kernels = if tch_ext::gpu_kernels_are_loaded() { "kernels" } else { "no kernels" };
             common.insert("RLHF_KERNELS".into(), kernels.into());
@@ -674,7 +674,7 @@ impl<'w> Session<'w> {
         self.together(trainee, saved)
     }
 
-    /// Makes an error of the rank that writes files an error of all ranks. If ranks have parts of the models they break off, because they
+    /// Makes an error of the rank that writes files an error of all ranks. If ranks have parts of the models, they break off, because they
     /// may be in the middle of sharing them.
     fn together<T>(&self, trainee: &impl Trainee, written: Result<T>) -> Result<T> {
         if self.world.is_broken() {
@@ -963,8 +963,8 @@ impl ResumedBy {
         Self::Line(before.chain([command]).map(String::from).collect())
     }
 
-    /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one, how
-    /// to begin it again.
+    /// Returns the end of the message of a run in `dir` that ended early: how to resume it from the checkpoint `newest`, or, without one,
+    /// how to begin it again.
     fn describe(&self, dir: &Path, newest: Option<&Path>) -> String {
         let quoted = |words: &[String]| terminal::shell_command(&[words.to_vec()], None).trim().to_string();
         match (self, newest) {

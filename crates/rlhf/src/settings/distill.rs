@@ -60,8 +60,8 @@ pub struct DistillConfig {
     /// Separate dataset for evaluation: a file, a folder or a hub name.
     #[setting(heading = DATA)]
     pub eval_dataset_name: Option<PathBuf>,
-    /// Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of the models. No effect where
-    /// all responses are sampled.
+    /// Maximum tokens of a prompt with the response of its row, which are truncated at their start; none: those of the models. No effect
+    /// where all responses are sampled.
     #[setting(heading = DATA, default = "1024")]
     pub max_length: Option<usize>,
     /// Maximum length of a prompt.
@@ -99,8 +99,8 @@ pub struct DistillConfig {
     #[setting(heading = LOGGING, resume = Free)]
     pub num_completions_to_print: Option<usize>,
 
-    /// Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of the rows, or of the teacher
-    /// with `seq_kd`.
+    /// Share of the optimizer steps that are on-policy: the student samples the responses. The others have those of the rows, or of the
+    /// teacher with `seq_kd`.
     #[setting(heading = SAMPLING, default = 1.0, short = "share of updates with own responses")]
     pub lmbda: f64,
     /// In steps that are not on-policy, the teacher samples the responses.
@@ -122,8 +122,8 @@ pub struct DistillConfig {
     /// Sequences of a rank that are decoded together.
     #[setting(heading = SPEED, default = 64, most = MOST_ROWS, resume = Rounding)]
     pub local_rollout_forward_batch_size: usize,
-    /// Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer by layer for each token,
-    /// with less memory and more time.
+    /// Gather the whole parameters of a sharded model once for the responses of an update; `false` gathers them layer by layer for each
+    /// token, with less memory and more time.
     #[setting(heading = DIST, default = true, resume = Free)]
     pub ds3_gather_for_generation: bool,
 
@@ -238,14 +238,15 @@ pub struct DistillLossConfig {
     /// Loss of a token.
     #[setting(heading = LOSS, default = "jsd")]
     pub loss_type: DistillLoss,
-    /// Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that from student to teacher
-    /// (reverse), 0.5 the Jensen-Shannon divergence.
+    /// Share of the teacher in the mixture of `jsd`: 0 is the KL divergence from teacher to student (forward), 1 that from student to
+    /// teacher (reverse), 0.5 the Jensen-Shannon divergence.
     #[setting(heading = LOSS, default = 1.0, short = "0: forward KL, 1: reverse KL")]
     pub beta: f64,
     /// Compare the teacher's likeliest tokens only, this many in each place; 0 compares the whole vocabulary.
     #[setting(heading = LOSS, default = 0)]
     pub loss_top_k: usize,
-    /// With `loss_top_k`, all other tokens together are one more outcome; otherwise the probabilities of the `loss_top_k` are scaled to sum to 1.
+    /// With `loss_top_k`, all other tokens together are one more outcome; otherwise the probabilities of the `loss_top_k` are scaled to sum
+    /// to 1.
     #[setting(heading = LOSS, default = true)]
     pub loss_add_tail: bool,
 }
@@ -257,8 +258,8 @@ pub struct DistillLossConfig {
 pub enum DistillLoss {
     /// The generalized Jensen-Shannon divergence of both distributions, over all tokens that could be next.
     Jsd,
-    /// Policy gradient: the advantage of a sampled token is the difference of its log-probabilities under teacher and student, an estimate of
-    /// the negative reverse KL divergence. Needs lmbda = 1.
+    /// Policy gradient: the advantage of a sampled token is the difference of its log-probabilities under teacher and student, an estimate
+    /// of the negative reverse KL divergence. Needs lmbda = 1.
     ReverseKlAdvantage,
 }
 

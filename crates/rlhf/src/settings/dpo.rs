@@ -20,8 +20,8 @@ use rlhf_base::schema::{
 use rlhf_lm::model::PeftConfig;
 use rlhf_lm::optim::settings::{OptimizerConfig, check_learning};
 
-/// Settings of groups that have another default in this command: clipping as TRL has it, and texts that weigh as much as the pairs, where PPO has
-/// the coefficient of InstructGPT.
+/// Settings of groups that have another default in this command: clipping as TRL has it, and texts that weigh as much as the pairs, where
+/// PPO has the coefficient of InstructGPT.
 const OWN_DEFAULTS: [(&str, &str); 2] = [("max_grad_norm", "1"), ("unsup_coef", "1")];
 
 /// Metrics of an evaluation, by TRL's names, in the order of `train::dpo::totals::Totals`; those of training are the same without `eval_`.
@@ -66,7 +66,8 @@ pub struct DpoConfig {
     /// Maximum tokens of a prompt with a completion, which are truncated as `truncation_mode` says; none: those of the model.
     #[setting(heading = DATA, default = "1024", short = "maximum tokens of a row")]
     pub max_length: Option<usize>,
-    /// The end of a text that is kept where it is too long. With `keep_start`, pairs are dropped whose prompt alone has `max_length` tokens.
+    /// The end of a text that is kept where it is too long. With `keep_start`, pairs are dropped whose prompt alone has `max_length`
+    /// tokens.
     #[setting(heading = DATA, default = "keep_start")]
     pub truncation_mode: TruncationMode,
 
@@ -150,7 +151,8 @@ pub struct DpoLossConfig {
     /// Strength of the reference model: a higher one keeps the policy nearer to it.
     #[setting(heading = LOSS, default = 0.1, short = "nearness to the reference model")]
     pub beta: f64,
-    /// Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust` (below 0.5, such as 0.1),
+    /// Share of the pairs whose order is taken as wrong, in the losses `exo_pair` (above 0, such as 0.001), `robust` (below 0.5, such as
+    /// 0.1),
     /// `aot` and `aot_unpaired`.
     #[setting(heading = LOSS, default = 0.0)]
     pub label_smoothing: f64,

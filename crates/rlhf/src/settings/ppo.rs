@@ -177,7 +177,8 @@ pub struct PpoConfig {
     /// Scale the rewards of an update to variance 1.
     #[setting(heading = REWARDS, replay = Changes)]
     pub whiten_rewards: bool,
-    /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators `gae`,
+    /// Whiten the advantages to mean 0 and variance 1, over the tokens of the whole update or of each mini-batch. With the estimators
+    /// `gae`,
     /// `reinforce` and `reinforce_baseline`; the others have `scale_rewards` and `normalize_advantages`.
     #[setting(heading = ADVANTAGES, default = "batch", replay = Changes)]
     pub whiten_advantages: WhitenAdvantages,

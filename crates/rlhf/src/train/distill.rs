@@ -1,5 +1,5 @@
-//! Distillation: a language model, the student, learns the distributions of another one, the teacher, on responses of a dataset, of the student
-//! or of the teacher.
+//! Distillation: a language model, the student, learns the distributions of another one, the teacher, on responses of a dataset, of the
+//! student or of the teacher.
 
 mod learn;
 mod rows;
@@ -282,8 +282,8 @@ fn unshared(config: &DistillConfig, added: usize) -> Option<String> {
     })
 }
 
-/// Checks that the teacher's tokenizer has the same ids as the student's; a teacher without a tokenizer is taken to have them. Returns the number
-/// of tokens that were added to the teacher's vocabulary only.
+/// Checks that the teacher's tokenizer has the same ids as the student's; a teacher without a tokenizer is taken to have them. Returns the
+/// number of tokens that were added to the teacher's vocabulary only.
 ///
 /// # Errors
 /// If it has other ids, or a vocabulary with more tokens: it would tokenize texts differently.
@@ -326,7 +326,8 @@ fn limits(config: &DistillConfig, models: [Option<&ModelConfig>; 2]) -> Result<L
     Ok(Limits { vocab, prompt, max_length: config.max_length.unwrap_or(context).min(context) })
 }
 
-/// Loads the student, with an adapter if the settings have one, and the teacher. Each is divided over the ranks before the next one is read.
+/// Loads the student, with an adapter if the settings have one, and the teacher. Each is divided over the ranks before the next one is
+/// read.
 fn load_models(config: &DistillConfig, folders: &Folders, world: &World) -> Result<(CausalLm, CausalLm)> {
     let lora = config.peft.lora();
     let frozen = model_options(&config.run)?;

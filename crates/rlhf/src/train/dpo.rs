@@ -240,8 +240,8 @@ fn max_length<'m>(config: &DpoConfig, models: impl IntoIterator<Item = Option<&'
     contexts.chain(config.max_length).min().unwrap_or(usize::MAX)
 }
 
-/// Loads the policy, with an adapter if the settings have one, and the reference model where it is not the policy at its start. Each is divided
-/// over the ranks, and placed, before the next one is read.
+/// Loads the policy, with an adapter if the settings have one, and the reference model where it is not the policy at its start. Each is
+/// divided over the ranks, and placed, before the next one is read.
 fn load_models(
     config: &DpoConfig,
     dir: &Path,

@@ -395,7 +395,8 @@ fn check_folders(
     Ok(states)
 }
 
-/// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and continues.
+/// Checks that a stage may write to its folder, and keeps its settings. Returns its state, and whether it has trained before and does not
+/// start again.
 fn check_stage(
     config: &PipelineConfig,
     rewards: &[Spec],
@@ -430,8 +431,8 @@ fn resumes(run: &RunConfig) -> bool {
     run.checkpoints.resume_from_checkpoint == Some(Resume::Latest)
 }
 
-/// Returns digests of the files that a stage reads, as far as they are on this machine: the inputs of a finished stage may be gone. The models
-/// of earlier stages have their own digests.
+/// Returns digests of the files that a stage reads, as far as they are on this machine: the inputs of a finished stage may be gone. The
+/// models of earlier stages have their own digests.
 fn stage_inputs(config: &PipelineConfig, rewards: &[Spec], stage: Stage) -> Result<Inputs> {
     let mut inputs = Inputs::default();
     let model_setting = "model_name_or_path";
@@ -535,8 +536,8 @@ struct Reading {
 }
 
 impl Reading {
-    /// Reads tokenizer and configuration of the model `name`, which is downloaded if need be; `tokenizer` reads the tokenizer. Only the names of
-    /// the weights are read.
+    /// Reads tokenizer and configuration of the model `name`, which is downloaded if need be; `tokenizer` reads the tokenizer. Only the
+    /// names of the weights are read.
     fn of(name: &Path, revision: Option<&str>, tokenizer: ReadTokenizer) -> Result<Self> {
         let dir = hub::model_dir(name, revision)?;
         Ok(Self { shape: read_shape(&dir)?, tokenizer: tokenizer(&dir)? })

@@ -260,8 +260,8 @@ impl PpoTrainer {
         m.push("val/num_eos_tokens", scores.ends.iter().sum::<usize>() as f64);
     }
 
-    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: decisions that depend on them are then the same on ranks
-    /// whose processors round differently.
+    /// Adds the time of the collectives, and replaces all metrics by those of rank 0: decisions that depend on them are then the same on
+    /// ranks whose processors round differently.
     fn push_collectives(&self, m: &mut Metrics) -> Result<()> {
         let world = &self.learner.world;
         if world.size() == 1 {
@@ -499,7 +499,8 @@ impl PpoTrainer {
         &self.run.config
     }
 
-    /// Replaces the settings of the next updates. The settings of models, optimizers, data and sizes stay as they were when the trainer was made.
+    /// Replaces the settings of the next updates. The settings of models, optimizers, data and sizes stay as they were when the trainer was
+    /// made.
     ///
     /// # Errors
     /// If a setting is out of its range: the earlier settings stay.

@@ -22,8 +22,8 @@ pub(super) struct Reference<'a> {
 }
 
 impl Reference<'_> {
-    /// Loads the model in `dir` in the same way as the policy, so that the first KL, or the first margins, are 0. `frozen` are the options of a
-    /// model that is not trained.
+    /// Loads the model in `dir` in the same way as the policy, so that the first KL, or the first margins, are 0. `frozen` are the options
+    /// of a model that is not trained.
     pub(super) fn load(&self, dir: &Path, frozen: ModelOptions) -> Result<CausalLm> {
         let options = if self.is_synced { trained_options(frozen, false) } else { frozen };
         let mut reference = CausalLm::from_pretrained(dir, options)?;

@@ -268,7 +268,8 @@ pub(crate) fn max_row_length(config: &SftConfig, model: &ModelConfig) -> Result<
     }
 }
 
-/// Reads the rows of `[train, eval]`, cut to the length that `model` and settings allow: the training rows in blocks, and the held-out rows.
+/// Reads the rows of `[train, eval]`, cut to the length that `model` and settings allow: the training rows in blocks, and the held-out
+/// rows.
 ///
 /// # Errors
 /// If a row is no demonstration, or none of a dataset is left.

@@ -81,7 +81,8 @@ pub(super) trait Supervised {
         None
     }
 
-    /// Restores the task from a checkpoint, from its `state` and files in the folder `dir`, on the ranks `world`; `has_changed`: the inputs changed.
+    /// Restores the task from a checkpoint, from its `state` and files in the folder `dir`, on the ranks `world`; `has_changed`: the inputs
+    /// changed.
     ///
     /// # Errors
     /// If the checkpoint belongs to another run, or is damaged.
@@ -194,7 +195,8 @@ pub(super) fn start_training<H: ModelHead>(
     build_optimizer(model, run, optimizer)
 }
 
-/// Makes a loaded model trainable, and divides it over the ranks: before another model is loaded, so that only one is whole in memory at a time.
+/// Makes a loaded model trainable, and divides it over the ranks: before another model is loaded, so that only one is whole in memory at a
+/// time.
 pub(super) fn divide<H: ModelHead>(model: &mut PretrainedModel<H>, run: &RunConfig, world: &World) {
     model.set_trainable(true);
     model.set_gradient_checkpointing(run.gradient_checkpointing);

@@ -69,8 +69,8 @@ impl Speaker {
         Ok(settings.for_model(&self.model, &self.tokenizer, &self.dir)?.0)
     }
 
-    /// Generates the response to `prompt`, and shows its text as it is generated, until `stop` is set. Returns the text, and the reason that it
-    /// ended.
+    /// Generates the response to `prompt`, and shows its text as it is generated, until `stop` is set. Returns the text, and the reason
+    /// that it ended.
     pub(super) fn respond(
         &self,
         prompt: &[i64],
@@ -91,7 +91,8 @@ impl Speaker {
         Ok((text, finish))
     }
 
-    /// Samples the response to `prompt`, and passes each token to `each`, until `stop` is set. Returns the tokens, and the reason that they ended.
+    /// Samples the response to `prompt`, and passes each token to `each`, until `stop` is set. Returns the tokens, and the reason that they
+    /// ended.
     pub(super) fn sample(
         &self,
         prompt: &[i64],

@@ -1,6 +1,7 @@
 //! Flags of DeepSpeed-Chat's three steps of which several decide together, with `--preset deepspeed-chat`.
 //!
-//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are settings, and not in the table.
+//! Flags that have the same name and meaning here (`generation_batches`, `enable_ema`, `unsup_coef`, ...) are settings, and not in the
+//! table.
 
 use clap::ArgMatches;
 use rlhf::model::Dtype;

@@ -71,8 +71,8 @@ impl Line<'_> {
         self.on_line(name) || settings.iter().any(|setting| setting.key == name && !setting.values.is_empty())
     }
 
-    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of the flag,
-    /// and the name of the flag if it has the same value. A value that our flag does not accept is refused here, under the same name.
+    /// Adds `setting`, which the flag `name` of another system sets, to `settings`. Later refusals of the setting have the place of the
+    /// flag, and the name of the flag if it has the same value. A value that our flag does not accept is refused here, under the same name.
     pub(super) fn set(&self, name: &str, setting: Setting, settings: &mut Vec<Setting>, refusals: &mut Refusals) {
         let is_same = self.find(name).is_some_and(|flag| flag.values == setting.values);
         if let Some((value, expected)) = self.unaccepted(&setting.key, &setting.values) {

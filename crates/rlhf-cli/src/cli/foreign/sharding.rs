@@ -113,8 +113,8 @@ impl Layers<'_> {
         }
     }
 
-    /// Applies the configuration of accelerate in the file `path`, or the one that TRL brings under that name. Returns the key with the path
-    /// of a DeepSpeed configuration.
+    /// Applies the configuration of accelerate in the file `path`, or the one that TRL brings under that name. Returns the key with the
+    /// path of a DeepSpeed configuration.
     fn translate_accelerate(&mut self, word: &Word<'_>, path: &Path) -> Option<ForeignSetting> {
         let known = files::trl_configuration(word.value).filter(|_| !path.exists());
         let place = if known.is_some() { Place::Flag(word.flag) } else { Place::File(path) };

@@ -30,8 +30,8 @@ pub(super) fn translate(line: &Line<'_>, settings: &mut Vec<Setting>, messages: 
     line.translate_sharding(settings, messages);
 }
 
-/// Returns the arguments in a map as our settings, by the table of `system`. `word` returns a value as the text of a flag, or none if it has a
-/// wrong type. Errors do not show values: one may be a token.
+/// Returns the arguments in a map as our settings, by the table of `system`. `word` returns a value as the text of a flag, or none if it
+/// has a wrong type. Errors do not show values: one may be a token.
 fn arguments(
     system: System,
     map: &Map<String, Value>,

@@ -313,9 +313,9 @@ impl Ranks {
         }
     }
 
-    /// Returns the rank that caused the failure, and its status: a rank that a signal killed at about the time of the first failure, or else
-    /// the rank that failed first. If the error of that rank names another failed rank as the cause, it is the named one: rank 0 serves the
-    /// store, so it ends after the ranks that read its error there.
+    /// Returns the rank that caused the failure, and its status: a rank that a signal killed at about the time of the first failure, or
+    /// else the rank that failed first. If the error of that rank names another failed rank as the cause, it is the named one: rank 0
+    /// serves the store, so it ends after the ranks that read its error there.
     fn cause(&self) -> Option<(usize, ExitStatus)> {
         let first = self.failures.first()?.0;
         let together = self.failures.iter().take_while(|(at, ..)| *at <= first + SAME_CAUSE);

@@ -55,8 +55,8 @@ impl Scores {
         }
     }
 
-    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by at least its standard deviation, and
-    /// at most half of the largest standard deviation below the best mean. Few responses are left to choose from then.
+    /// Returns whether the policy has learned its task: the mean `score` is above the first update's by at least its standard deviation,
+    /// and at most half of the largest standard deviation below the best mean. Few responses are left to choose from then.
     ///
     /// The best is compared by the largest deviation: where few of the first responses have a reward of 1 and the others 0, the first
     /// deviation is small, and later means differ by more than it by chance.

@@ -17,8 +17,8 @@ pub struct AlarmConfig {
     /// Skip the checks at the start of the run: first probability ratio, first KL, and decoding.
     #[setting(heading = ALARMS, resume = Free)]
     pub no_checks: bool,
-    /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for
-    /// every alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
+    /// Action when an alarm is raised, as NAME=ACTION; repeat the flag for several. NAME is an alarm, such as runaway_kl, or all, for every
+    /// alarm that is not named. ACTION: warn; stop, which saves a checkpoint and ends the run; rollback, which continues from the last
     /// checkpoint before the metric began to move, with half the learning rate and other samples [default: all=warn].
     #[setting(heading = ALARMS, delimiter = ',', resume = Free)]
     pub on_alarm: Vec<String>,

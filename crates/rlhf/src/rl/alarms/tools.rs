@@ -46,8 +46,8 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Records the metrics of an update of `responses` responses; `number` returns a metric that is finite, and `solved` says whether the score
-    /// is at its best.
+    /// Records the metrics of an update of `responses` responses; `number` returns a metric that is finite, and `solved` says whether the
+    /// score is at its best.
     pub(super) fn observe(
         &mut self,
         update: usize,

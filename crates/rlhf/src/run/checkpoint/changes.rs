@@ -226,7 +226,8 @@ pub(in crate::run) fn settings(config: &impl Serialize) -> Result<Map<String, Va
     }
 }
 
-/// Returns whether two values of a setting are the same. Paths may be written differently: the one of `then` is relative to `from`, the one of
+/// Returns whether two values of a setting are the same. Paths may be written differently: the one of `then` is relative to `from`, the one
+/// of
 /// `now` to the working directory.
 fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
     if let (Value::Array(then), Value::Array(now)) = (then, now) {
@@ -237,8 +238,8 @@ fn is_same(then: &Value, now: &Value, from: Option<&Path>) -> bool {
         || place(then, from.unwrap_or(Path::new(""))).is_some_and(|then| place(now, Path::new("")) == Some(then))
 }
 
-/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run. Another path that exists is then accepted, as
-/// the contents are compared.
+/// Returns whether the setting `name` is a path whose contents are among the `inputs` of the run. Another path that exists is then
+/// accepted, as the contents are compared.
 pub(crate) fn is_compared_by_content(name: &str, then: &Value, now: &Value, inputs: &Value) -> bool {
     let has_digest =
         |name: &str| inputs.get(name).is_some_and(|input| !input["digest"].is_null() || input["files"].is_object());

@@ -214,8 +214,8 @@ impl UpdateRecord {
     }
 }
 
-/// Returns a warning about `inputs` whose digests differ from those in `state`, the state of the run in the folder `dir`, and about a changed
-/// precision of products.
+/// Returns a warning about `inputs` whose digests differ from those in `state`, the state of the run in the folder `dir`, and about a
+/// changed precision of products.
 ///
 /// # Errors
 /// If there are such inputs, unless they `may_change`.

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 pub enum Console {
     /// For a terminal: a progress bar, the run's title and end, and warnings on standard error, tables on standard output.
     Person,
-    /// For a program or a log: the lines of `metrics.jsonl` on standard output instead of tables, in seven significant digits. Standard error
-    /// is as with [`Console::Person`], but has no bar if it is no terminal.
+    /// For a program or a log: the lines of `metrics.jsonl` on standard output instead of tables, in seven significant digits. Standard
+    /// error is as with [`Console::Person`], but has no bar if it is no terminal.
     Program,
     /// No console output: files only, the default of the library.
     Silent,
@@ -52,7 +52,7 @@ impl Console {
         }
     }
 
-    /// Writes a line that a function of Python has printed above the progress bar, from any thread, unless the console is silent.
+    /// Writes a line that a Python function has printed above the progress bar, from any thread, unless the console is silent.
     pub(crate) fn announce_printed(self, line: &str) {
         if self != Console::Silent {
             announce(&one_line(line));
@@ -528,7 +528,7 @@ mod tests {
         let table = "                 start   end\n  loss             2.5  1.23\n  held-out loss            3\n";
         assert_eq!(changes(lines, &numbers), format!("{table}{words}"));
         assert_eq!(changes("", &numbers), "");
-        // A run of groups has TRL's names; of 20 updates, two are in each mean.
+        // A GRPO or RLOO run has TRL's names; of 20 updates, two are in each mean.
         let line = |step: u32| {
             let (score, error) = (f64::from(step) / 10.0, 0.05);
             let held_out = if step.is_multiple_of(10) {

@@ -118,8 +118,8 @@ impl Distillation<'_> {
         self.config.compares_slices([student, &self.teacher].map(|model| model.config().vocab_size))
     }
 
-    /// Samples responses to the prompts of `rows`, on all ranks; `None` if `source` is the dataset. `purpose` and `step` key the draws. A response
-    /// ends before an id that one of the models does not have.
+    /// Samples responses to the prompts of `rows`, on all ranks; `None` if `source` is the dataset. `purpose` and `step` key the draws. A
+    /// response ends before an id that one of the models does not have.
     fn responses(
         &self,
         source: Source,

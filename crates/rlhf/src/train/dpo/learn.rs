@@ -144,8 +144,8 @@ impl PreferenceTask<'_> {
         self.config.adapter_dropout()
     }
 
-    /// Forward and backward passes over this rank's part of the pairs. With `slopes`, for losses that sort the pairs, the loss has their values
-    /// and their derivatives by the log-probabilities.
+    /// Forward and backward passes over this rank's part of the pairs. With `slopes`, for losses that sort the pairs, the loss has their
+    /// values and their derivatives by the log-probabilities.
     fn learn(
         &self,
         model: &CausalLm,

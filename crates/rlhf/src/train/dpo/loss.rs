@@ -1,4 +1,5 @@
-//! The losses of DPO, from the log-probabilities of both sides of pairs under policy and reference model. Names, scales and signs are TRL's.
+//! The losses of DPO, from the log-probabilities of both sides of pairs under policy and reference model. Names, scales and signs are
+//! TRL's.
 //!
 //! r is the log-ratio of a side, log policy - log reference; d is the difference of both sides' f'(exp r), which for `reverse_kl` is the
 //! difference of the log-ratios; b is the strength beta.

@@ -47,7 +47,8 @@ impl PairRow {
         (!is_empty).then_some(row)
     }
 
-    /// The tokens of a side whose log-probabilities count: those of the completion, except the first token of a text, which nothing predicts.
+    /// The tokens of a side whose log-probabilities count: those of the completion, except the first token of a text, which nothing
+    /// predicts.
     pub(crate) fn span(&self, side: usize) -> Range<usize> {
         let len = self.sides[side].len();
         self.prompt_lens[side].max(1).min(len)..len

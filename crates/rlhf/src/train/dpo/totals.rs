@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch_ext::to_host;
 
-/// Number of numbers that a pass returns for a pair, in this order: log-probabilities of both sides under policy and reference model; those of
-/// the chosen side with all tokens counting alike; the pair's weight; sums over the tokens of the mean logits of both sides, of the entropies,
-/// and of the chosen tokens that are the likeliest; the loss.
+/// Number of numbers that a pass returns for a pair, in this order: log-probabilities of both sides under policy and reference model; those
+/// of the chosen side with all tokens counting alike; the pair's weight; sums over the tokens of the mean logits of both sides, of the
+/// entropies, and of the chosen tokens that are the likeliest; the loss.
 pub(super) const NUMBERS: usize = 11;
 /// The place of the loss among them.
 pub(super) const LOSS: usize = NUMBERS - 1;

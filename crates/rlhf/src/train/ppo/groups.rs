@@ -38,8 +38,8 @@ impl PpoTrainer {
         Ok(())
     }
 
-    /// Replaces the groups of `batch` that teach nothing, by their `scored` scores, by groups of the next prompts. Returns the scores of the
-    /// new batch. If too few groups teach something, replaced groups take the remaining places.
+    /// Replaces the groups of `batch` that teach nothing, by their `scored` scores, by groups of the next prompts. Returns the scores of
+    /// the new batch. If too few groups teach something, replaced groups take the remaining places.
     pub(super) fn replace_groups(&mut self, batch: &mut Batch, mut scored: Scored) -> Result<Scored> {
         let size = self.run.rollout.settings.group_size;
         let wanted = self.plan.prompts;

@@ -57,7 +57,8 @@ impl PpoTrainer {
         Self::load(run, more, found, &World::of_process())
     }
 
-    /// [`PpoTrainer::from_config_with`] for checked settings, with the state that the run `found` at its start, on the ranks `world`.
+    /// [`PpoTrainer::from_config_with`] for checked settings, with the external facts that the run `found` at its start, on the ranks
+    /// `world`.
     pub(super) fn load(run: PpoRun, more: Rewards, found: Found, world: &World) -> Result<Self> {
         let Loaded { parts, environment, cursor, notes, commits, inputs } = Loaded::of_run(&run, more, found, world)?;
         let mut trainer = Self::from_parts(run, parts)?;
@@ -653,7 +654,8 @@ pub(in crate::train) fn read_prompts(
     Ok((gather(&train, read)?, gather(eval.as_slice(), read)?))
 }
 
-/// Refuses a run without rewards, or one that chooses the best model by a reward that it does not have; `names` are the names of its rewards.
+/// Refuses a run without rewards, or one that chooses the best model by a reward that it does not have; `names` are the names of its
+/// rewards.
 pub(crate) fn check_rewards<'a>(config: &PpoConfig, names: impl Iterator<Item = &'a str>) -> Result<()> {
     let names: Vec<&str> = names.collect();
     // An environment names its reward once it has started.
@@ -860,8 +862,8 @@ fn check_prompts(name: &str, prompts: &[Prompt], limit: PromptLimit, vocab: i64)
     Ok(())
 }
 
-/// Returns the sampling settings of the policy's responses in training, by the names of transformers' generation configuration. Stop strings are
-/// left out: transformers refuses to generate with them unless it is given the tokenizer.
+/// Returns the sampling settings of the policy's responses in training, by the names of transformers' generation configuration. Stop
+/// strings are left out: transformers refuses to generate with them unless it is given the tokenizer.
 fn generation_settings(config: &PpoConfig) -> Map<String, Value> {
     let how = &config.sampling;
     let settings = json!({

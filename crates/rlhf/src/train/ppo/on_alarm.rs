@@ -9,8 +9,8 @@ use rlhf_base::metrics::{Warning, WarningKind};
 use rlhf_base::{Error, Result};
 
 impl PpoTrainer {
-    /// Takes the strongest action that `on_alarm` sets for the alarms of the last update. Unless the run is rolled back, writes what is `due`
-    /// after the update.
+    /// Takes the strongest action that `on_alarm` sets for the alarms of the last update. Unless the run is rolled back, writes what is
+    /// `due` after the update.
     ///
     /// # Errors
     /// [`Error::Stopped`] if an alarm stops the run; if a file cannot be read or written.

@@ -150,11 +150,11 @@ impl RecordedUpdate {
     }
 
     /// Computes the update again with the settings `config`, and writes its numbers to the folder `output_dir`: every intermediate tensor
-    /// (`update.safetensors`), models and optimizers after the update (`after`), metrics, and a comparison with the run. Nothing is sampled,
-    /// no reward is computed, and nothing in the run's folder changes.
+    /// (`update.safetensors`), models and optimizers after the update (`after`), metrics, and a comparison with the run. Nothing is
+    /// sampled, no reward is computed, and nothing in the run's folder changes.
     ///
-    /// An update of several ranks is computed by as many ranks, bit by bit, or by one process, whose sums are rounded in another order. All ranks
-    /// call this; rank 0 writes and compares, and each of several ranks writes the numbers of its own micro-batches to
+    /// An update of several ranks is computed by as many ranks, bit by bit, or by one process, whose sums are rounded in another order. All
+    /// ranks call this; rank 0 writes and compares, and each of several ranks writes the numbers of its own micro-batches to
     /// `update-rank-N.safetensors`.
     ///
     /// # Errors
@@ -263,8 +263,8 @@ impl RecordedUpdate {
         config.rollout_log.log_rollouts = false;
         config.rollout_log.rollouts_limit = None;
         if config.run.device.resolve()? == Device::Cpu {
-            // The folder of the run need not be writable. From a GPU nothing is offloaded to a file, and the steps of a sharded, offloaded state
-            // are computed by the processor.
+            // The folder of the run need not be writable. From a GPU nothing is offloaded to a file, and the steps of a sharded, offloaded
+            // state are computed by the processor.
             config.run.keep_in_memory();
         }
         if !changes.iter().any(|change| change.name == "num_threads") {

@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use tch_ext::to_host;
 
 impl PpoTrainer {
-    /// Returns the responses of an update with the numbers that it trains on; without `log_rollouts`, and on ranks that write no files, there
-    /// are no rows.
+    /// Returns the responses of an update with the numbers that it trains on; without `log_rollouts`, and on ranks that write no files,
+    /// there are no rows.
     pub(super) fn rollout(
         &self,
         batch: &Batch,

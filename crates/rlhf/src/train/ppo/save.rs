@@ -51,7 +51,8 @@ impl PpoTrainer {
         ema.with(&self.learner.policy, |_| self.write_policy(dir, dtype))
     }
 
-    /// Writes the models to the folder of a checkpoint or of the best model; with the dtype `Auto` every bit of them and of the average is kept.
+    /// Writes the models to the folder of a checkpoint or of the best model; with the dtype `Auto` every bit of them and of the average is
+    /// kept.
     pub(super) fn write_folder(&self, dir: &Path, dtype: Dtype) -> Result<()> {
         self.write_policy(dir, dtype)?;
         if let Some(ema) = &self.learner.ema {

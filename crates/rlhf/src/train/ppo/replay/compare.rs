@@ -49,7 +49,8 @@ pub(super) enum Bound {
     Rounding(f64),
 }
 
-/// Numbers near 0 are taken to have at least this size, of which the share counts.
+/// Least size that a number is taken to have in comparisons; for the norm of a tensor, as a share of the typical size of its group's
+/// numbers.
 const LEAST_SIZE: f64 = 0.01;
 
 impl Bound {
@@ -139,7 +140,7 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
                 let change = then.to_kind(Kind::Double) - now.to_kind(Kind::Double);
                 let share = norm([&change]) / norm([&then]).max(LEAST_SIZE * size).max(f64::MIN_POSITIVE);
                 compared.largest = compared.largest.max(share);
-                (name.contains(OPTIMIZER_PREFIX) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
+                (name.contains(OPTIMIZER_MARK) && share.partial_cmp(&most).is_none_or(Ordering::is_gt))
                     .then(|| format!("tensor `{name}`: differs by {share:.1e} of its norm"))
             }
             _ => describe_difference(name, &then, &now),
@@ -160,8 +161,8 @@ pub(super) fn checkpoint(saved: &Saved, state: &Map<String, Value>, dir: &Path, 
 
 /// The group of a tensor, whose numbers have one typical size: the folder with the file, and the name of the moment.
 fn group(name: &str) -> (String, String) {
-    let file = name.rsplit_once(OPTIMIZER_PREFIX).map_or("", |(folder, _)| folder);
-    let moment = if name.contains(OPTIMIZER_PREFIX) { name.rsplit('.').next().unwrap_or_default() } else { "" };
+    let file = name.rsplit_once(OPTIMIZER_MARK).map_or("", |(folder, _)| folder);
+    let moment = if name.contains(OPTIMIZER_MARK) { name.rsplit('.').next().unwrap_or_default() } else { "" };
     (file.into(), moment.into())
 }
 
@@ -187,9 +188,9 @@ fn describe_difference(name: &str, then: &Tensor, now: &Tensor) -> Option<String
 }
 
 /// The part of a tensor's name that marks the tensors of an optimizer.
-const OPTIMIZER_PREFIX: &str = "optimizer: ";
+const OPTIMIZER_MARK: &str = "optimizer: ";
 
-/// The tensors of a checkpoint's folder by name; inner folder and [`OPTIMIZER_PREFIX`] come before the name in the file.
+/// The tensors of a checkpoint's folder by name: the inner folder, [`OPTIMIZER_MARK`] for an optimizer's state, and the name in the file.
 struct Files {
     files: Vec<Checkpoint>,
     /// Index of the file, and the name of the tensor in it.
@@ -211,7 +212,7 @@ impl Files {
                 self.add(&path, &format!("{prefix}{name}/"))?;
             } else if name.ends_with(".safetensors") {
                 let file = Checkpoint::open_file(&path)?;
-                let part = if name == crate::run::checkpoint::OPTIMIZER { OPTIMIZER_PREFIX } else { "" };
+                let part = if name == crate::run::checkpoint::OPTIMIZER { OPTIMIZER_MARK } else { "" };
                 let names: Vec<String> = file.names().map(String::from).collect();
                 let at = self.files.len();
                 self.tensors.extend(names.into_iter().map(|name| (format!("{prefix}{part}{name}"), (at, name))));
