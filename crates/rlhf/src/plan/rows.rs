@@ -125,7 +125,7 @@ impl Rows {
             let planned_row = |row: &data::Demonstration| Row {
                 len: row.tokens.len(),
                 // The decoder reads a start token, and not the last one.
-                pair: pairs.then(|| [row.prompt_len, row.tokens.len().saturating_sub(row.prompt_len)]),
+                pair: is_encoder_decoder.then(|| [row.prompt_len, row.tokens.len().saturating_sub(row.prompt_len)]),
                 outputs: row.tokens.len() - row.loss_start.min(row.tokens.len()),
                 ..Row::default()
             };
@@ -267,7 +267,7 @@ impl Rows {
         let plan = config.plan_for(lens.iter().sum())?;
         let size = config.advantage.num_generations;
         let response = config.response_length;
-        let pairs = models.policy().is_encoder_decoder();
+        let is_encoder_decoder = models.policy().is_encoder_decoder();
         let rows = |drawn: Vec<usize>| -> Vec<Row> {
             let planned_row = |(group, prompt): (usize, usize)| Row {
                 prompt: prompts[prompt].clone(),
