@@ -119,12 +119,12 @@ fn responses(dir: &Path) -> BTreeMap<String, Vec<Value>> {
     if !samples.is_dir() {
         return BTreeMap::new();
     }
-    let of_file = |path: PathBuf| {
+    let named_rows = |path: PathBuf| {
         let rows = json_lines(&std::fs::read_to_string(&path).unwrap());
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         (name, rows.into_iter().map(|row| json!([row["prompt"], row["response"], row["finish_reason"]])).collect())
     };
-    files(&samples).into_iter().map(of_file).collect()
+    files(&samples).into_iter().map(named_rows).collect()
 }
 
 /// Distances between two runs: of metrics, relative and absolute, and of weights.
@@ -142,7 +142,7 @@ fn same(scratch: &Scratch, found: &str, expected: &str) {
 /// Panics unless two runs sampled the same responses and are this near.
 #[track_caller]
 fn near(scratch: &Scratch, found: &str, expected: &str, distance: &Distance) {
-    let &Distance(relative, absolute, of_weights) = distance;
+    let &Distance(relative, absolute, between_weights) = distance;
     let (found_dir, expected_dir) = (scratch.path(found), scratch.path(expected));
     assert_eq!(responses(&found_dir), responses(&expected_dir), "{found}: responses");
     let (lines, expected_lines) = (timeless(scratch.metrics(found)), timeless(scratch.metrics(expected)));
@@ -161,7 +161,7 @@ fn near(scratch: &Scratch, found: &str, expected: &str, distance: &Distance) {
     let (weights, expected_weights) = (weights(&found_dir), weights(&expected_dir));
     assert!(weights.keys().eq(expected_weights.keys()) && !weights.is_empty(), "{found}: {:?}", weights.keys());
     for (name, expected) in &expected_weights {
-        assert_close(&format!("{found}: {name}"), &weights[name], expected, of_weights);
+        assert_close(&format!("{found}: {name}"), &weights[name], expected, between_weights);
     }
 }
 
@@ -179,16 +179,16 @@ pub(crate) fn identical(scratch: &Scratch, found: &str, expected: &str) {
 /// Runs `line` on one rank and on each of `worlds`, and compares; `4/WORLD` in it is that number.
 #[track_caller]
 fn worlds_agree(scratch: &Scratch, name: &str, line: &str, worlds: &[usize]) {
-    let of_world = |world: usize| {
+    let command = |world: usize| {
         let line = [2, 4]
             .iter()
             .fold(line.to_string(), |line, rows| line.replace(&format!("{rows}/WORLD"), &(rows / world).to_string()));
         format!("{line} --output_dir {name}-{world}")
     };
-    scratch.succeeds(&of_world(1));
+    scratch.succeeds(&command(1));
     for &world in worlds {
         let out = format!("{name}-{world}");
-        succeeds(scratch, world, &of_world(world));
+        succeeds(scratch, world, &command(world));
         same(scratch, &out, &format!("{name}-1"));
     }
 }

@@ -27,7 +27,7 @@ fn ranks(scratch: &Scratch, line: &str, size: usize, input: &str) -> Vec<Ran> {
 /// Checks that `line` prints the same with 1, 2 and 4 ranks, and returns it.
 #[track_caller]
 fn same(scratch: &Scratch, line: &str, input: &str) -> String {
-    let of = |size| {
+    let output = |size| {
         let ran = ranks(scratch, line, size, input);
         for (rank, ran) in ran.iter().enumerate() {
             assert_eq!(ran.code, 0, "{line}: rank {rank} of {size}: {}", ran.stderr);
@@ -41,9 +41,9 @@ fn same(scratch: &Scratch, line: &str, input: &str) -> String {
         let first = ran.into_iter().next().unwrap();
         (first.stdout, first.stderr)
     };
-    let alone = of(1);
+    let alone = output(1);
     for size in [2, 4] {
-        assert_eq!(of(size), alone, "{line}: {size} ranks");
+        assert_eq!(output(size), alone, "{line}: {size} ranks");
     }
     alone.0
 }

@@ -108,8 +108,8 @@ fn every_stage_trains_every_kind_of_model_alike() {
 
 #[test]
 fn adapters_are_divided_beside_their_base() {
-    let of_embedding = ["embed_tokens", "norm"].map(str::to_string).to_vec();
-    let dora = LoraConfig { use_dora: true, modules_to_save: of_embedding, ..LoraConfig::default() };
+    let saved_modules = ["embed_tokens", "norm"].map(str::to_string).to_vec();
+    let dora = LoraConfig { use_dora: true, modules_to_save: saved_modules, ..LoraConfig::default() };
     assert_divided_adapter("llama_untied", &LoraConfig::default());
     assert_divided_adapter("llama_tied", &dora);
 }
@@ -217,6 +217,45 @@ fn groups_of_responses_on_one_of_several_ranks() {
 }
 
 #[test]
+fn two_ranks_end_with_the_same_bits_where_gradients_are_reduced_after_the_backward_pass_and_within_it() {
+    run_as_ranks("sharding::bits_on_one_of_two_ranks", 2, &[]);
+}
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn bits_on_one_of_two_ranks() {
+    join_ranks();
+    let world = World::of_process();
+    let rows = [0..2, 2..3][world.rank()].clone();
+    for name in ["llama_tied", "gpt_neox", "lfm2", "gpt_oss"] {
+        let run = |stage| {
+            let mut model = load(name, Precision::F32);
+            // At stage 1 it gives each layer a backward pass of its own too.
+            model.set_gradient_checkpointing(true);
+            model.set_trainable(true);
+            model.shard(&world, stage);
+            let mut optimizer = Optimizer::of_model(&model, &optimizer(), None).unwrap();
+            let norms = [(); 3].map(|()| {
+                let (sequences, spans) = (&SEQUENCES[rows.clone()], &spans()[rows.clone()]);
+                let loss = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float) / 11.0;
+                model.logprobs_backward(Batch::new(sequences, spans), 1.0, loss).unwrap();
+                optimizer.reduce_gradients(&world).unwrap();
+                optimizer.step(1e-2).unwrap()
+            });
+            let _gathered = model.gathered().unwrap();
+            let weights = model.params().iter().map(|param| (param.name.clone(), param.tensor.detach().copy()));
+            (norms, weights.collect::<BTreeMap<String, Tensor>>())
+        };
+        let (norms, weights) = run(ZeroStage::Stage1);
+        for stage in [ZeroStage::Stage2, ZeroStage::Stage3] {
+            let found = run(stage);
+            assert_eq!(found.0, norms, "{name}, stage {stage}: norms");
+            assert_all_close(&format!("{name}, stage {stage}"), &found.1, &weights, 0.0);
+        }
+    }
+}
+
+#[test]
 fn classifiers_and_value_heads_are_divided_too() {
     let values = |stage| {
         let dir = golden().join("models/llama_untied_cls");
@@ -240,9 +279,9 @@ fn classifiers_and_value_heads_are_divided_too() {
                 value_spans: &spans,
                 prompt_lens: None,
             };
-            let of_tokens = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float);
-            let of_values = |values: &Tensor| (values - 1.0).square().sum(Kind::Float);
-            head.backward(&policy, batch, 1.0, of_tokens, of_values).unwrap();
+            let token_loss = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float);
+            let value_loss = |values: &Tensor| (values - 1.0).square().sum(Kind::Float);
+            head.backward(&policy, batch, 1.0, token_loss, value_loss).unwrap();
             optimizer.step(1e-2).unwrap();
         }
         tch::no_grad(|| head.values_at(&policy, &SEQUENCES, &spans).unwrap())

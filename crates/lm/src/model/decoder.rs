@@ -14,7 +14,7 @@ use super::mlp::Mlp;
 use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
-use super::shard::{LayerGuard, Shards};
+use super::shard::{Direction, LayerGuard, Shards};
 use super::stacked::{ExpertsBeside, Stack};
 use super::state::StateShape;
 use super::{on_gpu, plain, uses_kernels};
@@ -340,9 +340,9 @@ impl Decoder {
         self.embed_norm.iter().chain(&self.final_norm).chain(relative).chain(inputs)
     }
 
-    /// Gathers layer `i`, if its parameters are divided over ranks.
-    fn whole_layer(&self, i: usize) -> Result<WholeLayer<'_>> {
-        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i)?, decoder: self, i })
+    /// Gathers layer `i`, if its parameters are divided over ranks; the next in this direction is gathered meanwhile.
+    fn whole_layer(&self, i: usize, direction: Direction) -> Result<WholeLayer<'_>> {
+        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i, direction)?, decoder: self, i })
     }
 
     /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
@@ -391,7 +391,7 @@ impl Decoder {
         pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
             ends.check()?;
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, rows);
         }
         Ok(self.finish(x, rows, dropout))
@@ -407,7 +407,7 @@ impl Decoder {
         pass.bias = distances.and_then(|distances| self.bias_at(&distances));
         pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(self.finish(x, None, None))
@@ -426,7 +426,7 @@ impl Decoder {
         let mut pass = self.pass(&positions, Attention::Appended(cache), None);
         pass.inputs = self.inputs(tokens, &x, None);
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(())
@@ -536,7 +536,7 @@ impl Decoder {
         let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), leaf_of(&inputs)));
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
             let out = if recomputes {
                 tch::no_grad(|| self.layer(i, &input, &mut pass, rows))
@@ -572,7 +572,7 @@ impl Decoder {
         let mut gradient = top.grad();
         while let Some((x, out, state)) = layers.pop() {
             let i = layers.len();
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Backward)?;
             self.shards.lend_gradients(Some(self.first_layer + i))?;
             // The layers after this one have added to the gradients of its keys and values.
             let leaves = pass.keys.remove(&i);
@@ -584,7 +584,7 @@ impl Decoder {
             out.backward(&gradient, leaves);
             drop(out);
             gradient = x.grad();
-            self.shards.reduce_lent(Some(self.first_layer + i))?;
+            self.shards.reduce_layer(self.first_layer + i)?;
         }
         if let (Some(bias), Some(leaf)) = (bias.filter(Tensor::requires_grad), &pass.bias) {
             tch_ext::backward(&bias, &leaf.grad());

@@ -15,7 +15,7 @@ use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 
-/// Bytes that collectives on the CPU take beside their tensors: copies of pieces of 4 Mi elements.
+/// Bytes that a collective on the CPU takes beside its tensors: copies of pieces of 4 Mi elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
 
 /// Number of f32 tensors of the smaller vocabulary's size that a divergence holds at once, beside the logits of both models.
@@ -180,15 +180,19 @@ impl<'a> Job<'a> {
         stage.shards_parameters()
     }
 
-    /// Bytes that a pass of a model gathers: weights of a layer and of what is outside the layers, and gradients of both.
+    /// Bytes that a pass of a model gathers: weights and gradients of a layer and of what is outside the layers. With several ranks also
+    /// those of another layer: its weights are gathered, or its gradients reduced, while the layer is computed.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
-        let held = &member.held;
+        let (held, ranks) = (&member.held, self.machine.ranks);
         let copied = held.copies as f64 / held.weights.max(1) as f64;
-        let weights =
-            if self.releases(member.stage) { ((held.layer + held.root) as f64 * (1.0 + copied)) as usize } else { 0 };
-        let gradients =
-            if backward && member.stage.shards_gradients() { 4 * (held.trained_layer + held.trained_root) } else { 0 };
-        [weights, gradients]
+        // Copies in the dtype of products are made when a layer is computed.
+        let prefetched = if ranks > 1 { held.layer } else { 0 };
+        let weights = ((held.layer + held.root) as f64 * (1.0 + copied)) as usize + prefetched;
+        // The gradients of another layer, and this rank's part of their sum.
+        let reduced = if ranks > 1 { held.trained_layer + held.trained_layer / ranks } else { 0 };
+        let gradients = 4 * (held.trained_layer + held.trained_root + reduced);
+        let reduces = backward && member.stage.shards_gradients();
+        [if self.releases(member.stage) { weights } else { 0 }, if reduces { gradients } else { 0 }]
     }
 
     /// Bytes of the largest temporary copy of a weight of a member.
@@ -198,7 +202,9 @@ impl<'a> Job<'a> {
 
     /// The parts of memory that all phases have.
     fn base(&self, kind: PhaseKind) -> Phase {
-        let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
+        // At stage 3 the backward pass gathers weights and reduces gradients at the same time.
+        let has_two = self.members.iter().any(|member| member.is_trained && self.releases(member.stage));
+        let collectives = if self.machine.ranks > 1 { (1 + usize::from(has_two)) * COLLECTIVES } else { 0 };
         let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
         for member in self.members.iter().filter(|member| !member.is_dropped) {
