@@ -15,7 +15,7 @@ use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 
-/// Bytes that a collective on the CPU takes beside its tensors: copies of pieces of 4 Mi elements.
+/// Most bytes that a collective on the CPU takes beside its tensors: copies of pieces of 4 Mi elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
 
 /// Number of f32 tensors of the smaller vocabulary's size that a divergence holds at once, beside the logits of both models.
@@ -185,14 +185,21 @@ impl<'a> Job<'a> {
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
         let (held, ranks) = (&member.held, self.machine.ranks);
         let copied = held.copies as f64 / held.weights.max(1) as f64;
-        // Copies in the dtype of products are made when a layer is computed.
-        let prefetched = if ranks > 1 { held.layer } else { 0 };
-        let weights = ((held.layer + held.root) as f64 * (1.0 + copied)) as usize + prefetched;
-        // The gradients of another layer, and this rank's part of their sum.
-        let reduced = if ranks > 1 { held.trained_layer + held.trained_layer / ranks } else { 0 };
-        let gradients = 4 * (held.trained_layer + held.trained_root + reduced);
-        let reduces = backward && member.stage.shards_gradients();
-        [if self.releases(member.stage) { weights } else { 0 }, if reduces { gradients } else { 0 }]
+        let (mut weights, mut gradients) = (0, 0);
+        if self.releases(member.stage) {
+            weights = ((held.layer + held.root) as f64 * (1.0 + copied)) as usize;
+            // Its copies in the dtype of products are made when it is computed.
+            weights += if ranks > 1 { held.layer } else { 0 };
+        }
+        if backward && member.stage.shards_gradients() {
+            gradients = 4 * (held.trained_layer + held.trained_root);
+            // With this rank's part of their sum.
+            gradients += if ranks > 1 { 4 * (held.trained_layer + held.trained_layer / ranks) } else { 0 };
+            // Where weights are gathered at the same time, the copies of a second collective.
+            let has_two = ranks > 1 && self.releases(member.stage);
+            gradients += if has_two { COLLECTIVES.min(2 * 4 * held.trained_layer) } else { 0 };
+        }
+        [weights, gradients]
     }
 
     /// Bytes of the largest temporary copy of a weight of a member.
@@ -202,9 +209,13 @@ impl<'a> Job<'a> {
 
     /// The parts of memory that all phases have.
     fn base(&self, kind: PhaseKind) -> Phase {
-        // At stage 3 the backward pass gathers weights and reduces gradients at the same time.
-        let has_two = self.members.iter().any(|member| member.is_trained && self.releases(member.stage));
-        let collectives = if self.machine.ranks > 1 { (1 + usize::from(has_two)) * COLLECTIVES } else { 0 };
+        // Copies of a vector with the parameters or gradients of a layer, or of what is outside the layers.
+        let longest = self.members.iter().map(|member| {
+            let held = &member.held;
+            held.layer.max(held.root).max(4 * held.trained_layer).max(4 * held.trained_root)
+        });
+        let copies = COLLECTIVES.min(3 * longest.max().unwrap_or(0));
+        let collectives = if self.machine.ranks > 1 { copies } else { 0 };
         let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
         for member in self.members.iter().filter(|member| !member.is_dropped) {

@@ -360,7 +360,7 @@ enum Collective {
     ReduceScatter,
 }
 
-/// What of a vector is in one collective.
+/// A piece of a vector, which goes in one collective.
 #[derive(Debug)]
 struct Piece {
     /// Its places in the parts of all ranks, in the order of ranks; the whole vector alone, if it is not large.
