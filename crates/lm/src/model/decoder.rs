@@ -277,9 +277,9 @@ impl Decoder {
         of_decoder.or_else(|| names.encoder.and_then(of))
     }
 
-    /// Number of layers, with those of an encoder.
-    pub(crate) fn num_layers(&self) -> usize {
-        self.first_layer + self.layers.len()
+    /// Numbers of the encoder's layers, 0 without one, and of all layers.
+    pub(crate) fn num_layers(&self) -> [usize; 2] {
+        [self.first_layer, self.first_layer + self.layers.len()]
     }
 
     /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.

@@ -52,6 +52,8 @@ pub enum PassKind {
     Forward,
     /// A forward and a backward pass.
     Backward,
+    /// A decoding step, without the layers of an encoder.
+    Step,
 }
 
 /// The order in which layers are computed, which says what layer is gathered next.
@@ -85,7 +87,8 @@ struct Division {
     stage: ZeroStage,
     /// Number of this model in announcements; the same on all ranks.
     id: u64,
-    layers: usize,
+    /// Numbers of the encoder's layers, which are the first, and of all.
+    layers: [usize; 2],
     /// The root's units, then those of each layer.
     units: Vec<Unit>,
     /// Whether the gradients are those of all ranks.
@@ -161,16 +164,16 @@ impl Shards {
         self.lock().as_mut().map(f)
     }
 
-    /// Divides `params` over the ranks of `world`. `layer_of` returns the layer of a parameter by its name. The parameters
-    /// become views of flat memory. Does nothing if they are divided already, or if there is nothing to divide: one rank at
-    /// stage 0, or a frozen model below stage 3.
+    /// Divides `params` over the ranks of `world`. `layers` are the numbers of the encoder's layers, which are the first, and of all;
+    /// `layer_of` returns the layer of a parameter by its name. The parameters become views of flat memory. Does nothing if they are
+    /// divided already, or if there is nothing to divide: one rank at stage 0, or a frozen model below stage 3.
     ///
     /// All ranks have the same parameters, and divide their models in the same order.
     pub fn divide(
         &self,
         (world, stage): (&World, ZeroStage),
         params: &[Param],
-        layers: usize,
+        layers: [usize; 2],
         layer_of: impl Fn(&str) -> Option<usize>,
     ) {
         let mut division = self.lock();
@@ -538,7 +541,13 @@ impl Division {
 
     /// Number of a pass of this kind in announcements; above 0.
     fn code(&self, kind: PassKind) -> u64 {
-        2 * self.id + 1 + u64::from(kind == PassKind::Backward)
+        // Without an encoder a step is a forward pass, so that ranks which read prompts and ranks which decode run one together.
+        let kind = match kind {
+            PassKind::Backward => 1,
+            PassKind::Step if self.layers[0] > 0 => 2,
+            PassKind::Forward | PassKind::Step => 0,
+        };
+        3 * self.id + 1 + kind
     }
 
     /// Whether a pass of this kind has collectives.
@@ -691,12 +700,14 @@ impl Division {
         if kind == PassKind::Backward {
             self.lend_gradients(None)?;
         }
-        for layer in 0..self.layers {
+        let [encoder_layers, layers] = self.layers;
+        let first = if kind == PassKind::Step { encoder_layers } else { 0 };
+        for layer in first..layers {
             self.gather_layer(layer, Direction::Forward)?;
             self.release(Some(layer));
         }
         if kind == PassKind::Backward {
-            for layer in (0..self.layers).rev() {
+            for layer in (0..layers).rev() {
                 self.gather_layer(layer, Direction::Backward)?;
                 self.lend_gradients(Some(layer))?;
                 self.reduce_lent(Some(layer))?;
@@ -796,7 +807,7 @@ impl Sharded for Divided {
     fn take_part(&self, code: u64) -> Option<Result<()>> {
         let mut division = self.lock();
         let division = division.as_mut()?;
-        let kinds = [PassKind::Forward, PassKind::Backward];
+        let kinds = [PassKind::Forward, PassKind::Backward, PassKind::Step];
         let kind = kinds.into_iter().find(|&kind| division.code(kind) == code)?;
         Some(division.idle_pass(kind))
     }
@@ -856,7 +867,7 @@ mod tests {
             let params: Vec<Param> = lens.iter().enumerate().map(param).collect();
             let shards = Shards::default();
             let layer_of = |name: &str| name.strip_prefix("layers.")?.parse().ok();
-            shards.divide((world, stage), &params, lens.len() - 1, layer_of);
+            shards.divide((world, stage), &params, [0, lens.len() - 1], layer_of);
             Self { shards, params }
         }
 
