@@ -29,7 +29,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
-use tch_ext::{Group, Reduce, Rendezvous};
+use tch_ext::{Group, Pending, Reduce, Rendezvous};
 
 /// Time within which all ranks of a run must start.
 const MEETING: Duration = Duration::from_secs(60);
@@ -79,10 +79,36 @@ struct Ranks {
 pub struct Times {
     /// Waiting for other ranks before a collective.
     pub waiting: f64,
-    /// Communication.
+    /// Communication. Of a collective in progress ([`Work`]) it is the time of [`Work::wait`], with the wait for other ranks in it.
     pub collectives: f64,
     /// Bytes of the results.
     pub bytes: f64,
+}
+
+/// A collective in progress, c10d's `Work`. Until it is waited for, its tensors are neither written to nor freed, and those that it fills
+/// are not read. All ranks start their collectives in the same order; each waits where it needs the result.
+///
+/// Dropping waits too, and leaves an error to the next collective.
+#[derive(Debug)]
+#[must_use = "the result is there after `wait`"]
+pub struct Work {
+    world: World,
+    /// `None` in a world of one process, where the result is there at once.
+    pending: Option<Pending<'static>>,
+}
+
+impl Work {
+    /// Waits for the result: on a GPU, makes the current stream wait for it.
+    ///
+    /// # Errors
+    /// As [`World::sum`].
+    pub fn wait(self) -> Result<()> {
+        let (Some(ranks), Some(pending)) = (&self.world.ranks, self.pending) else { return Ok(()) };
+        let began = Instant::now();
+        let done = pending.wait();
+        lock(&ranks.times).collectives += began.elapsed().as_secs_f64();
+        done.map_err(|e| self.world.fail(&e))
+    }
 }
 
 /// The world of this process, once it has joined one.
@@ -140,7 +166,7 @@ impl World {
 
     /// Meets the other ranks of `launch`, as [`World::join`] does.
     fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
-        let at = &Rendezvous {
+        let rendezvous = &Rendezvous {
             host: launch.host.clone(),
             port: launch.port,
             serves: launch.serves_store,
@@ -150,15 +176,15 @@ impl World {
             patience: if launch.restart > 0 { MEETING_AGAIN } else { MEETING }.min(timeout),
             timeout,
         };
-        let store = failure::meet(at)?;
-        let connected = Group::connect(store, at.rank, at.size, at.timeout);
-        let group =
-            connected.map_err(|e| Error::Run(format!("rank {}: cannot connect to the other ranks: {e}", at.rank)))?;
+        let store = failure::meet(rendezvous)?;
+        let connected = Group::connect(store, launch.rank, launch.size, timeout);
+        let group = connected
+            .map_err(|e| Error::Run(format!("rank {}: cannot connect to the other ranks: {e}", launch.rank)))?;
         let ranks = Ranks {
-            rank: at.rank,
-            size: at.size,
+            rank: launch.rank,
+            size: launch.size,
             local_rank: launch.local_rank,
-            timeout: at.timeout,
+            timeout,
             rank_0_serves: !launch.launcher_serves_store,
             group: Mutex::new(group),
             gpu_group: OnceLock::new(),
@@ -168,7 +194,7 @@ impl World {
             agreed: Mutex::default(),
             times: Mutex::default(),
             models: passes::Models::default(),
-            fault: Fault::of_rank(at.rank),
+            fault: Fault::of_rank(launch.rank),
         };
         Ok(Self { ranks: Some(Arc::new(ranks)), inside_pass: false })
     }
@@ -290,15 +316,15 @@ impl World {
         if self.ranks.is_none() {
             return Ok(sent.shallow_clone());
         }
-        let most = counts.iter().copied().max().unwrap_or(0) as i64;
+        let max_rows = counts.iter().copied().max().unwrap_or(0) as i64;
         let mut shape = sent.size();
-        shape[0] = most;
+        shape[0] = max_rows;
         let part = Tensor::zeros(shape.as_slice(), (sent.kind(), sent.device()));
         part.narrow(0, 0, sent.size()[0]).copy_(sent);
-        shape[0] = most * counts.len() as i64;
+        shape[0] = max_rows * counts.len() as i64;
         let mut all = Tensor::zeros(shape.as_slice(), (sent.kind(), sent.device()));
         self.all_gather(&mut all, &part)?;
-        let rows = counts.iter().enumerate().map(|(rank, &rows)| all.narrow(0, rank as i64 * most, rows as i64));
+        let rows = counts.iter().enumerate().map(|(rank, &rows)| all.narrow(0, rank as i64 * max_rows, rows as i64));
         Ok(Tensor::cat(&rows.collect::<Vec<_>>(), 0))
     }
 
@@ -336,8 +362,8 @@ impl World {
     pub fn gather_numbers(&self, sent: &[f64]) -> Result<Vec<Vec<f64>>> {
         let bytes: Vec<u8> = sent.iter().flat_map(|number| number.to_le_bytes()).collect();
         let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().unwrap_or_default());
-        let of_rank = |bytes: Vec<u8>| bytes.chunks_exact(8).map(number).collect();
-        Ok(self.gather_bytes(&bytes)?.into_iter().map(of_rank).collect())
+        let numbers = |bytes: Vec<u8>| bytes.chunks_exact(8).map(number).collect();
+        Ok(self.gather_bytes(&bytes)?.into_iter().map(numbers).collect())
     }
 
     /// The value `sent` of rank 0, on every rank; sent as by [`World::gather`].
@@ -357,8 +383,8 @@ impl World {
     ///
     /// # Errors
     /// As [`World::sum`].
-    pub fn broadcast_bytes(&self, of_main: Option<Vec<u8>>) -> Result<Vec<u8>> {
-        let sent = of_main.filter(|_| self.is_main()).unwrap_or_default();
+    pub fn broadcast_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>> {
+        let sent = bytes.filter(|_| self.is_main()).unwrap_or_default();
         if self.ranks.is_none() {
             return Ok(sent);
         }
@@ -369,7 +395,7 @@ impl World {
             Tensor::zeros([len as i64], (Kind::Uint8, Device::Cpu))
         };
         if len > 0 {
-            self.collective(&[&x.shallow_clone()], |group| group.broadcast(&mut x, 0)?.wait())?;
+            self.broadcast_tensor(&mut x)?;
         }
         Ok(Vec::try_from(x)?)
     }
@@ -384,9 +410,15 @@ impl World {
             return Ok(());
         }
         let mut x = Tensor::from_slice(numbers);
-        self.collective(&[&x.shallow_clone()], |group| group.broadcast(&mut x, 0)?.wait())?;
+        self.broadcast_tensor(&mut x)?;
         numbers.copy_from_slice(&Vec::<f64>::try_from(x)?);
         Ok(())
+    }
+
+    /// Replaces `x` by that of rank 0.
+    fn broadcast_tensor(&self, x: &mut Tensor) -> Result<()> {
+        let size = Size::of(x);
+        self.collective(size, |group| Ok(group.broadcast(x, 0)?.unborrowed()))
     }
 
     /// Fills `whole` with the parts of all ranks, in the order of ranks.
@@ -398,7 +430,8 @@ impl World {
             whole.copy_(part);
             return Ok(());
         }
-        self.collective(&[&whole.shallow_clone()], |group| group.all_gather(whole, part)?.wait())
+        let size = Size::of(whole);
+        self.collective(size, |group| Ok(group.all_gather(whole, part)?.unborrowed()))
     }
 
     /// Fills `part` with this rank's part of the sum of all ranks' `whole`, which is cut into equal parts by rank.
@@ -410,7 +443,31 @@ impl World {
             part.copy_(whole);
             return Ok(());
         }
-        self.collective(&[whole], |group| group.reduce_scatter(part, whole)?.wait())
+        self.collective(Size::of(whole), |group| Ok(group.reduce_scatter(part, whole)?.unborrowed()))
+    }
+
+    /// Starts [`World::all_gather`], without a wait for the other ranks.
+    ///
+    /// # Errors
+    /// As [`World::all_gather`].
+    pub fn start_all_gather(&self, whole: &Tensor, part: &Tensor) -> Result<Work> {
+        let mut whole = whole.shallow_clone();
+        if self.ranks.is_none() {
+            whole.copy_(part);
+        }
+        self.start(Size::of(&whole), |group| Ok(group.all_gather(&mut whole, part)?.unborrowed()))
+    }
+
+    /// Starts [`World::reduce_scatter`], without a wait for the other ranks.
+    ///
+    /// # Errors
+    /// As [`World::reduce_scatter`].
+    pub fn start_reduce_scatter(&self, part: &Tensor, whole: &Tensor) -> Result<Work> {
+        let mut part = part.shallow_clone();
+        if self.ranks.is_none() {
+            part.copy_(whole);
+        }
+        self.start(Size::of(whole), |group| Ok(group.reduce_scatter(&mut part, whole)?.unborrowed()))
     }
 
     /// Waits for all ranks.
@@ -528,7 +585,8 @@ impl World {
         for (rank, found) in all.iter().enumerate() {
             let names = all[0].keys().chain(found.keys().filter(|name| !all[0].contains_key(*name)));
             if let Some(name) = names.into_iter().find(|name| all[0].get(*name) != found.get(*name)) {
-                let [expected, found] = [&all[0], found].map(|of| of.get(name).map_or("none".into(), Value::to_string));
+                let [expected, found] =
+                    [&all[0], found].map(|settings| settings.get(name).map_or("none".into(), Value::to_string));
                 return Err(Error::Usage(format!(
                     "{name}: all ranks need the same settings and data: expected rank 0's, {expected}, found {found} on rank {rank}"
                 )));
@@ -558,36 +616,56 @@ impl World {
         }
         // A view, such as a slice of flat memory, is contiguous; results of reductions may have any strides.
         let mut dense = x.contiguous();
-        self.collective(&[&dense.shallow_clone()], |group| group.all_reduce(&mut dense, reduce)?.wait())?;
+        self.collective(Size::of(x), |group| Ok(group.all_reduce(&mut dense, reduce)?.unborrowed()))?;
         if dense.data_ptr() != x.data_ptr() {
             x.copy_(&dense);
         }
         Ok(())
     }
 
-    /// Runs a collective whose largest tensor is `tensors[0]`, with its time, on the group of that tensor's device.
-    fn collective(&self, tensors: &[&Tensor], f: impl FnOnce(&Group) -> Result<(), String>) -> Result<()> {
+    /// Runs a collective of this size. Where it is large, a barrier before it measures the wait for other ranks.
+    fn collective(&self, size: Size, f: impl FnOnce(&Group) -> Started) -> Result<()> {
+        let Some(ranks) = &self.ranks else { return Ok(()) };
+        self.prepare()?;
+        if size.bytes >= MEASURED_BYTES && size.device == Device::Cpu {
+            let began = Instant::now();
+            let waited = ranks.group().barrier();
+            lock(&ranks.times).waiting += began.elapsed().as_secs_f64();
+            waited.map_err(|e| self.fail(&e))?;
+        }
+        self.launch(size, f)?.wait()
+    }
+
+    /// Starts a collective of this size; see [`Work`].
+    fn start(&self, size: Size, f: impl FnOnce(&Group) -> Started) -> Result<Work> {
+        self.prepare()?;
+        self.launch(size, f)
+    }
+
+    /// Makes sure that the world is not broken, and that the other ranks are about to call the same collective.
+    fn prepare(&self) -> Result<()> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         self.check()?;
         self.finish_passes()?;
-        if let Some(fault) = &ranks.fault {
-            fault.count();
-        }
-        let bytes: usize = tensors.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
-        let device = tensors.first().map_or(Device::Cpu, |x| x.device());
-        let group = ranks.group_for(device).map_err(|e| self.fail(&e))?;
+        ranks.fault.iter().for_each(Fault::count);
+        Ok(())
+    }
+
+    /// Starts a collective by `f` on the group of the tensors' device.
+    fn launch(&self, size: Size, f: impl FnOnce(&Group) -> Started) -> Result<Work> {
+        let mut work = Work { world: self.clone(), pending: None };
+        let Some(ranks) = &self.ranks else { return Ok(work) };
         let began = Instant::now();
-        let measured = bytes >= MEASURED_BYTES && device == Device::Cpu;
-        let waited = if measured { group.barrier() } else { Ok(()) };
-        let waiting = began.elapsed().as_secs_f64();
-        let done = waited.and_then(|()| f(&group));
+        let group = ranks.group_for(size.device).map_err(|e| self.fail(&e))?;
+        let started = f(&group);
+        // To find the cause of a failure takes the group.
         drop(group);
         let mut times = lock(&ranks.times);
-        times.waiting += if measured { waiting } else { 0.0 };
-        times.collectives += began.elapsed().as_secs_f64() - if measured { waiting } else { 0.0 };
-        times.bytes += bytes as f64;
+        times.collectives += began.elapsed().as_secs_f64();
+        times.bytes += size.bytes as f64;
         drop(times);
-        done.map_err(|e| self.fail(&e))
+        work.pending = Some(started.map_err(|e| self.fail(&e))?);
+        Ok(work)
     }
 
     /// Breaks the world: finds out which rank caused the error `message` of c10d, and records it.
@@ -600,6 +678,22 @@ impl World {
             text
         });
         Error::Run(text)
+    }
+}
+
+/// A collective that has been started, or c10d's message.
+type Started = std::result::Result<Pending<'static>, String>;
+
+/// The size of a collective's largest tensor, and where it is.
+#[derive(Debug, Clone, Copy)]
+struct Size {
+    bytes: usize,
+    device: Device,
+}
+
+impl Size {
+    fn of(x: &Tensor) -> Self {
+        Self { bytes: x.numel() * x.kind().elt_size_in_bytes(), device: x.device() }
     }
 }
 
@@ -745,7 +839,7 @@ mod tests {
         let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap();
         let (second, port) = (Duration::from_secs(1), free.port());
         let host = "127.0.0.1".to_string();
-        let at = Rendezvous {
+        let rendezvous = Rendezvous {
             host,
             port,
             serves: true,
@@ -755,7 +849,7 @@ mod tests {
             patience: second,
             timeout: second,
         };
-        let store = tch_ext::Store::open(&at).unwrap();
+        let store = tch_ext::Store::open(&rendezvous).unwrap();
         store.set("key", "value").unwrap();
         let read = |table: &str| std::fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
         let tables = [read("tcp"), read("tcp6")].concat();

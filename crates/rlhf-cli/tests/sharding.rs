@@ -186,12 +186,17 @@ fn groups_of_responses_of_several_ranks_are_those_of_one_at_stages_0_and_3() {
 #[test]
 #[ignore = "one rank of the test above, which starts it"]
 fn groups_of_responses_on_one_of_several_ranks() {
-    use rlhf::generate::{GenerationConfig, Sampling, generate, generate_on};
     join_ranks();
     let world = World::of_process();
-    let whole = load("llama_tied", Precision::F32);
-    let divided = load("llama_tied", Precision::F32);
-    divided.shard(&world, ZeroStage::Stage3);
+    // In an encoder-decoder a decoding step has fewer layers than the pass over a prompt that another rank runs meanwhile.
+    ["llama_tied", "t5"].iter().for_each(|name| assert_same_groups(&world, name));
+}
+
+fn assert_same_groups(world: &World, name: &str) {
+    use rlhf::generate::{GenerationConfig, Sampling, generate, generate_on};
+    let whole = load(name, Precision::F32);
+    let divided = load(name, Precision::F32);
+    divided.shard(world, ZeroStage::Stage3);
     // Responses stop at different lengths, so the ranks run different numbers of passes; with 4 ranks one has no prompt.
     let stops: Vec<i64> = (0..40).collect();
     for batch_size in [2, 3, 8] {
@@ -205,13 +210,52 @@ fn groups_of_responses_on_one_of_several_ranks() {
         let expected = generate(&whole, &SEQUENCES, &config).unwrap();
         assert!(expected.iter().any(|response| response.tokens.len() < 9), "a response stops early");
         for (model, name) in [(&whole, "whole"), (&divided, "divided")] {
-            let found = generate_on(&world, model, &SEQUENCES, &config).unwrap();
+            let found = generate_on(world, model, &SEQUENCES, &config).unwrap();
             assert_eq!(found.len(), expected.len());
             for (found, expected) in found.iter().zip(&expected) {
                 assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish), "{name} model");
                 let pairs = found.logprobs.iter().zip(&expected.logprobs);
                 assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{name} model: {found:?}");
             }
+        }
+    }
+}
+
+#[test]
+fn two_ranks_end_with_the_same_bits_where_gradients_are_reduced_after_the_backward_pass_and_within_it() {
+    run_as_ranks("sharding::bits_on_one_of_two_ranks", 2, &[]);
+}
+
+#[test]
+#[ignore = "one rank of the test above, which starts it"]
+fn bits_on_one_of_two_ranks() {
+    join_ranks();
+    let world = World::of_process();
+    let rows = [0..2, 2..3][world.rank()].clone();
+    for name in ["llama_tied", "gpt_neox", "lfm2", "gpt_oss"] {
+        let run = |stage| {
+            let mut model = load(name, Precision::F32);
+            // At stage 1 it gives each layer a backward pass of its own too.
+            model.set_gradient_checkpointing(true);
+            model.set_trainable(true);
+            model.shard(&world, stage);
+            let mut optimizer = Optimizer::of_model(&model, &optimizer(), None).unwrap();
+            let norms = [(); 3].map(|()| {
+                let (sequences, spans) = (&SEQUENCES[rows.clone()], &spans()[rows.clone()]);
+                let loss = |_, now: &rlhf::model::TokenLogprobs| -now.logprobs.sum(Kind::Float) / 11.0;
+                model.logprobs_backward(Batch::new(sequences, spans), 1.0, loss).unwrap();
+                optimizer.reduce_gradients(&world).unwrap();
+                optimizer.step(1e-2).unwrap()
+            });
+            let _gathered = model.gathered().unwrap();
+            let weights = model.params().iter().map(|param| (param.name.clone(), param.tensor.detach().copy()));
+            (norms, weights.collect::<BTreeMap<String, Tensor>>())
+        };
+        let (norms, weights) = run(ZeroStage::Stage1);
+        for stage in [ZeroStage::Stage2, ZeroStage::Stage3] {
+            let found = run(stage);
+            assert_eq!(found.0, norms, "{name}, stage {stage}: norms");
+            assert_all_close(&format!("{name}, stage {stage}"), &found.1, &weights, 0.0);
         }
     }
 }

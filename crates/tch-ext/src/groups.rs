@@ -107,7 +107,7 @@ pub enum Reduce {
     Max,
 }
 
-/// The store through which processes find each other and exchange values outside their collectives.
+/// The store through which processes find each other and exchange values outside their collectives: it is there before these.
 ///
 /// # Errors
 /// All methods return c10d's message if the store cannot be reached.
@@ -136,17 +136,17 @@ fn millis(duration: Duration) -> i64 {
 
 impl Store {
     /// Serves the store, or connects to it.
-    pub fn open(at: &Rendezvous) -> Result<Self, String> {
-        let (host, prefix) = (c_text(&at.host)?, c_text(&at.prefix)?);
+    pub fn open(rendezvous: &Rendezvous) -> Result<Self, String> {
+        let (host, prefix) = (c_text(&rendezvous.host)?, c_text(&rendezvous.prefix)?);
         let settings = Settings {
             host: host.as_ptr(),
-            port: at.port,
-            serves: at.serves,
+            port: rendezvous.port,
+            serves: rendezvous.serves,
             prefix: prefix.as_ptr(),
-            rank: at.rank as c_int,
-            size: at.size as c_int,
-            timeout_ms: millis(at.timeout),
-            rendezvous_ms: millis(at.patience),
+            rank: rendezvous.rank as c_int,
+            size: rendezvous.size as c_int,
+            timeout_ms: millis(rendezvous.timeout),
+            rendezvous_ms: millis(rendezvous.patience),
         };
         let mut raw = null_mut();
         // SAFETY: all pointers live until the call returns, and the shim copies what it keeps.
@@ -182,10 +182,10 @@ impl Store {
     /// Returns whether `key` has a value.
     pub fn has(&self, key: &str) -> Result<bool, String> {
         let key = c_text(key)?;
-        let mut found = false;
+        let mut has_value = false;
         // SAFETY: all pointers live until the call returns.
-        into_result(unsafe { tch_ext_group_has(self.raw.as_ptr(), key.as_ptr(), &raw mut found) })?;
-        Ok(found)
+        into_result(unsafe { tch_ext_group_has(self.raw.as_ptr(), key.as_ptr(), &raw mut has_value) })?;
+        Ok(has_value)
     }
 }
 
@@ -206,11 +206,21 @@ pub struct Group {
 pub struct Pending<'t> {
     raw: *mut RawPending,
     /// Shallow clones, so that the memory stays.
-    _tensors: Vec<Tensor>,
+    tensors: Vec<Tensor>,
     borrowed: PhantomData<&'t ()>,
 }
 
+// SAFETY: c10d's `Work` may be waited for on any thread, and its last reference dropped there.
+unsafe impl Send for Pending<'_> {}
+
 impl Pending<'_> {
+    /// The same collective without the borrow of its tensors, to be kept while other work is done. Until it is waited for, the caller
+    /// writes to none of its tensors, reads none that it fills, and does not free their memory by [`FlatMemory`](crate::FlatMemory).
+    pub fn unborrowed(mut self) -> Pending<'static> {
+        let raw = std::mem::replace(&mut self.raw, null_mut());
+        Pending { raw, tensors: std::mem::take(&mut self.tensors), borrowed: PhantomData }
+    }
+
     /// Waits for the result: on a GPU, makes the current stream wait for it.
     ///
     /// # Errors
@@ -353,7 +363,7 @@ impl Group {
         let mut raw = null_mut();
         into_result(f(&raw mut raw))?;
         let clones = tensors.iter().map(|tensor| tensor.shallow_clone()).collect();
-        Ok(Pending { raw, _tensors: clones, borrowed: PhantomData })
+        Ok(Pending { raw, tensors: clones, borrowed: PhantomData })
     }
 
     fn check_parts(&self, name: &str, whole: &Tensor, part: &Tensor) -> Result<(), String> {

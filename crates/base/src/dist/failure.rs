@@ -49,7 +49,7 @@ impl Agreed {
     /// Whether `error` is this one, with or without more words about it.
     pub(super) fn is_in(&self, error: &Error) -> bool {
         // A long message is cut where more words are added.
-        let start = self.text.char_indices().nth(300).map_or(self.text.len(), |(at, _)| at);
+        let start = self.text.char_indices().nth(300).map_or(self.text.len(), |(index, _)| index);
         error.to_string().contains(&self.text[..start])
     }
 }
@@ -90,30 +90,33 @@ pub(super) struct Failure {
 }
 
 /// Returns the error of a store that cannot be opened.
-pub(super) fn no_store(at: &Rendezvous, message: &str) -> Error {
+pub(super) fn no_store(rendezvous: &Rendezvous, message: &str) -> Error {
     let first = message.lines().next().unwrap_or_default();
-    let place = format!("{}:{}", at.host, at.port);
-    Error::Run(if at.serves {
+    let place = format!("{}:{}", rendezvous.host, rendezvous.port);
+    Error::Run(if rendezvous.serves {
         format!("rank 0: cannot serve the store of the ranks at {place}: {first}; MASTER_PORT must be a free port")
     } else {
-        let seconds = at.patience.as_secs();
+        let seconds = rendezvous.patience.as_secs();
         // The time limit of the last attempt would be another number of seconds.
         let cause = if first.contains("timed out") { String::new() } else { format!(": {first}") };
-        format!("rank {}: found no rank 0 at MASTER_ADDR:MASTER_PORT = {place} within {seconds} s{cause}", at.rank)
+        format!(
+            "rank {}: found no rank 0 at MASTER_ADDR:MASTER_PORT = {place} within {seconds} s{cause}",
+            rendezvous.rank
+        )
     })
 }
 
 /// Opens the store. A rank that is asked to stop looks for it once more, to tell the others.
-fn open(at: &Rendezvous, until: Instant) -> Result<Store> {
+fn open(rendezvous: &Rendezvous, until: Instant) -> Result<Store> {
     loop {
-        let stops = signals::stopped(format!("rank {}: stopped while it looked for rank 0", at.rank));
+        let stops = signals::stopped(format!("rank {}: stopped while it looked for rank 0", rendezvous.rank));
         let left = until.saturating_duration_since(Instant::now());
         let attempt = if stops.is_some() { LAST_ATTEMPT } else { ATTEMPT };
-        let patience = if at.serves { left } else { left.min(attempt) };
-        match (Store::open(&Rendezvous { patience, ..at.clone() }), stops) {
+        let patience = if rendezvous.serves { left } else { left.min(attempt) };
+        match (Store::open(&Rendezvous { patience, ..rendezvous.clone() }), stops) {
             (Ok(store), _) => return Ok(store),
             (Err(_), Some(stopped)) => return Err(stopped),
-            (Err(e), _) if at.serves || Instant::now() >= until => return Err(no_store(at, &e)),
+            (Err(e), _) if rendezvous.serves || Instant::now() >= until => return Err(no_store(rendezvous, &e)),
             (Err(_), None) => {}
         }
     }
@@ -126,17 +129,17 @@ fn open(at: &Rendezvous, until: Instant) -> Result<Store> {
 ///
 /// # Errors
 /// If there is no store, or a rank does not come in time: the names of those that are missing.
-pub(super) fn meet(at: &Rendezvous) -> Result<Store> {
-    let until = Instant::now() + at.patience;
+pub(super) fn meet(rendezvous: &Rendezvous) -> Result<Store> {
+    let until = Instant::now() + rendezvous.patience;
     loop {
-        let store = open(at, until)?;
-        match roll_call(&store, at, until) {
+        let store = open(rendezvous, until)?;
+        match roll_call(&store, rendezvous, until) {
             Ok(()) => return Ok(store),
             Err(Absent::Ranks(message)) => return Err(Error::Run(message)),
             Err(Absent::Stopped(stopped)) => return Err(stopped),
-            Err(Absent::Store(_)) if !at.serves && Instant::now() < until => std::thread::sleep(POLL),
+            Err(Absent::Store(_)) if !rendezvous.serves && Instant::now() < until => std::thread::sleep(POLL),
             Err(Absent::Store(e)) => {
-                return Err(Error::Run(format!("rank {}: the store of the ranks is gone: {e}", at.rank)));
+                return Err(Error::Run(format!("rank {}: the store of the ranks is gone: {e}", rendezvous.rank)));
             }
         }
     }
@@ -153,10 +156,10 @@ enum Absent {
 }
 
 /// Announces this rank, and waits for all others.
-fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Result<(), Absent> {
+fn roll_call(store: &Store, rendezvous: &Rendezvous, until: Instant) -> std::result::Result<(), Absent> {
     let lost = Absent::Store;
-    store.set(&present(at.rank), &identity()).map_err(lost)?;
-    let mut missing: Vec<usize> = (0..at.size).collect();
+    store.set(&present(rendezvous.rank), &identity()).map_err(lost)?;
+    let mut missing: Vec<usize> = (0..rendezvous.size).collect();
     loop {
         let mut left = Vec::new();
         for &rank in &missing {
@@ -168,10 +171,10 @@ fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Res
         if missing.is_empty() {
             return Ok(());
         }
-        let waited = || format!("stopped while {} of {} had not started", names(&missing), at.size);
+        let waited = || format!("stopped while {} of {} had not started", names(&missing), rendezvous.size);
         if let Some(stopped) = signals::stopped(waited()) {
             store.set(ROLL_CALL_STOPPED, &stopped.exit_code().to_string()).map_err(lost)?;
-            if at.serves {
+            if rendezvous.serves {
                 std::thread::sleep(25 * POLL);
             }
             return Err(Absent::Stopped(stopped));
@@ -184,10 +187,10 @@ fn roll_call(store: &Store, at: &Rendezvous, until: Instant) -> std::result::Res
         // The first rank whose time is over ends the roll call for all.
         let ended = store.has(ROLL_CALL_ENDED).map_err(lost)?;
         if ended || Instant::now() > until {
-            let seconds = at.patience.as_secs();
-            let message = format!("{} of {} did not start within {seconds} s", names(&missing), at.size);
+            let seconds = rendezvous.patience.as_secs();
+            let message = format!("{} of {} did not start within {seconds} s", names(&missing), rendezvous.size);
             store.set(ROLL_CALL_ENDED, "1").map_err(lost)?;
-            if at.serves {
+            if rendezvous.serves {
                 std::thread::sleep(25 * POLL);
             }
             return Err(Absent::Ranks(message));
@@ -357,7 +360,7 @@ impl State {
     fn of(store: &Store, rank: usize) -> Self {
         let identity = store.get(&present(rank), ROLL_CALL).unwrap_or_default();
         match identity.split_once(' ') {
-            Some((pid, of)) if of == machine() => Self::of_process(pid),
+            Some((pid, host)) if host == machine() => Self::of_process(pid),
             _ => Self::Unknown,
         }
     }
@@ -399,12 +402,12 @@ impl Fault {
     pub(super) fn of_rank(rank: usize) -> Option<Self> {
         let text = std::env::var("RLHF_FAULT").ok()?;
         let mut parts = text.split(':');
-        let of: usize = parts.next()?.parse().ok()?;
+        let faulty_rank: usize = parts.next()?.parse().ok()?;
         let count: usize = parts.next()?.parse().ok()?;
         let signal = parts.next().unwrap_or("KILL").to_string();
         // A run that was started again has no fault.
         let restarted = std::env::var("TORCHELASTIC_RESTART_COUNT").is_ok_and(|count| count != "0");
-        (of == rank && !restarted).then(|| Self { left: AtomicUsize::new(count), signal })
+        (faulty_rank == rank && !restarted).then(|| Self { left: AtomicUsize::new(count), signal })
     }
 
     /// Counts a collective, and sends the signal before the one that the fault is for.

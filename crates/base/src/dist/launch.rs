@@ -400,8 +400,8 @@ mod tests {
         let step = format!("{SRUN} SLURM_STEPID=3 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_NODEID=2");
         for vars in [torchrun, step] {
             assert!(read(&vars).unwrap().is_some(), "{vars}");
-            let of_rank = |word: &&str| word.split_once('=').is_some_and(|(name, _)| VARIABLES.contains(&name));
-            let left: Vec<&str> = vars.split_whitespace().filter(|word| !of_rank(word)).collect();
+            let is_variable = |word: &&str| word.split_once('=').is_some_and(|(name, _)| VARIABLES.contains(&name));
+            let left: Vec<&str> = vars.split_whitespace().filter(|word| !is_variable(word)).collect();
             assert_eq!(read(&left.join(" ")).unwrap(), None, "{left:?}");
         }
     }
@@ -426,13 +426,13 @@ mod tests {
             key_prefix: "rlhf/1234567.3/0".into(),
         };
         assert_eq!(launch, expected);
-        let given =
+        let step =
             "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_RESTART_COUNT=1 MASTER_ADDR=ib0 MASTER_PORT=5000";
-        let launch = read(&format!("{SRUN} {given}")).unwrap().unwrap();
+        let launch = read(&format!("{SRUN} {step}")).unwrap().unwrap();
         assert_eq!((launch.host.as_str(), launch.port, launch.serves_store, launch.local_size), ("ib0", 5000, true, 4));
         assert_eq!(launch.key_prefix, "rlhf/1234567.3/1");
         // torchrun in a step: one task per node, and torchrun's own ranks.
-        let launch = read(&format!("{SRUN} {given} RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"));
+        let launch = read(&format!("{SRUN} {step} RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"));
         assert_eq!(launch.unwrap().unwrap().size, 4);
     }
 

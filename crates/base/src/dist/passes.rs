@@ -7,9 +7,8 @@
 use super::{World, ZeroStage, lock};
 use crate::Result;
 use std::fmt::Debug;
-use std::sync::Mutex;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, Weak};
 use tch::Tensor;
 
 /// A model whose passes contain collectives.
@@ -66,17 +65,18 @@ impl World {
         };
         let world = self.inside_pass();
         loop {
-            let mut most = Tensor::from_slice(&[code as i64]);
-            world.max(&mut most)?;
-            let most = most.int64_value(&[0]) as u64;
-            if most == code {
+            let mut largest = Tensor::from_slice(&[code as i64]);
+            world.max(&mut largest)?;
+            let announced = largest.int64_value(&[0]) as u64;
+            if announced == code {
                 return Ok(());
             }
             // Not locked while it takes part.
             let models: Vec<_> = lock(&ranks.models.models).iter().filter_map(Weak::upgrade).collect();
-            let done = models.iter().find_map(|model| model.take_part(most));
+            let done = models.iter().find_map(|model| model.take_part(announced));
             done.unwrap_or_else(|| {
-                let message = format!("a pass of a sharded model that this rank does not have (number {most}): a bug");
+                let message =
+                    format!("a pass of a sharded model that this rank does not have (number {announced}): a bug");
                 Err(crate::Error::Run(message))
             })?;
         }

@@ -613,7 +613,7 @@ impl CausalLm {
     /// If the model is divided over ranks, and a rank has ended or does not respond.
     pub fn decode(&self, tokens: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         let logits = {
-            let _pass = self.body.start_pass(PassKind::Forward, Some(&self.head.linear))?;
+            let _pass = self.body.start_pass(PassKind::Step, Some(&self.head.linear))?;
             let step = |tokens: &Tensor, cache: &mut KvCache| {
                 Ok(self.head.forward(&self.body.decoder.forward_step(tokens, cache)?))
             };

@@ -14,7 +14,7 @@ use super::mlp::Mlp;
 use super::params::{Builder, Init};
 use super::relative::RelativePositions;
 use super::shape::{CrossNames, Names, Order, QkNorm, Qkv, Shape};
-use super::shard::{LayerGuard, Shards};
+use super::shard::{Direction, LayerGuard, Shards};
 use super::stacked::{ParallelExperts, Stack};
 use super::state::StateShape;
 use super::{on_gpu, plain, uses_kernels};
@@ -278,9 +278,9 @@ impl Decoder {
         decoder_layer.or_else(|| names.encoder.and_then(layer_index))
     }
 
-    /// Number of layers, an encoder's included.
-    pub(crate) fn num_layers(&self) -> usize {
-        self.first_layer + self.layers.len()
+    /// Numbers of the encoder's layers, 0 without one, and of all layers.
+    pub(crate) fn num_layers(&self) -> [usize; 2] {
+        [self.first_layer, self.first_layer + self.layers.len()]
     }
 
     /// The embedding `[vocab, embedding size]`, which is also the LM head if the two are tied.
@@ -341,9 +341,9 @@ impl Decoder {
         self.embed_norm.iter().chain(&self.final_norm).chain(relative).chain(inputs)
     }
 
-    /// Gathers layer `i`, if its parameters are divided over ranks.
-    fn whole_layer(&self, i: usize) -> Result<WholeLayer<'_>> {
-        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i)?, decoder: self, i })
+    /// Gathers layer `i`, if its parameters are divided over ranks; the next in this direction is gathered meanwhile.
+    fn whole_layer(&self, i: usize, direction: Direction) -> Result<WholeLayer<'_>> {
+        Ok(WholeLayer { _guard: self.shards.layer(self.first_layer + i, direction)?, decoder: self, i })
     }
 
     /// Hidden states after the final norm, `[M, embedding size]` f32, of whole sequences: at the indices `rows` `[M]` i64 of the
@@ -392,7 +392,7 @@ impl Decoder {
         pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
             ends.check()?;
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, rows);
         }
         Ok(self.finish(x, rows, dropout))
@@ -408,7 +408,7 @@ impl Decoder {
         pass.bias = distances.and_then(|distances| self.bias_at(&distances));
         pass.joins_layers = !self.shards.are_params_divided();
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(self.finish(x, None, None))
@@ -427,7 +427,7 @@ impl Decoder {
         let mut pass = self.pass(&positions, Attention::Appended(cache), None);
         pass.inputs = self.inputs(tokens, &x, None);
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, None);
         }
         Ok(())
@@ -537,7 +537,7 @@ impl Decoder {
         let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), as_leaf(&inputs)));
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Forward)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
             let out = if recomputes {
                 tch::no_grad(|| self.layer(i, &input, &mut pass, rows))
@@ -573,7 +573,7 @@ impl Decoder {
         let mut gradient = top.grad();
         while let Some((x, out, state)) = layers.pop() {
             let i = layers.len();
-            let _whole = self.whole_layer(i)?;
+            let _whole = self.whole_layer(i, Direction::Backward)?;
             self.shards.lend_gradients(Some(self.first_layer + i))?;
             // The layers after this one have added to the gradients of its keys and values.
             let leaves = pass.keys.remove(&i);
@@ -585,7 +585,7 @@ impl Decoder {
             out.backward(&gradient, leaves);
             drop(out);
             gradient = x.grad();
-            self.shards.reduce_lent(Some(self.first_layer + i))?;
+            self.shards.reduce_layer(self.first_layer + i)?;
         }
         if let (Some(bias), Some(leaf)) = (bias.filter(Tensor::requires_grad), &pass.bias) {
             tch_ext::backward(&bias, &leaf.grad());

@@ -8,10 +8,14 @@
 //! |---|---|---|---|
 //! | 0 | whole | whole, summed over ranks before a step | whole |
 //! | 1 | whole, gathered after a step | whole; each rank gets its part of the sum | part |
-//! | 2 | whole, gathered after a step | part; a layer's gradients are reduced in its backward pass | part |
+//! | 2 | whole, gathered after a step | part; a layer's gradients are reduced after its backward pass | part |
 //! | 3 | part; a layer is gathered for its forward and its backward pass | as in stage 2 | part |
 //!
 //! The root is gathered for a whole pass, so that a head may share the memory of the embedding.
+//!
+//! Within a pass of several ranks, communication runs while a layer is computed: the next layer is gathered, and the gradients of the
+//! layer before it in the backward pass are reduced; one of each at a time. What is in progress at the end of a pass is waited for there,
+//! also if the pass fails, so collectives outside passes find none.
 //!
 //! In stages 2 and 3 passes contain collectives, which all ranks must call, but ranks run different numbers of passes. So each
 //! pass is announced, and a rank that has no pass left takes part in those of the others; see [`World::announce_pass`].
@@ -48,6 +52,17 @@ pub enum PassKind {
     Forward,
     /// A forward and a backward pass.
     Backward,
+    /// A decoding step, without the layers of an encoder.
+    Step,
+}
+
+/// The order in which layers are computed, which says what layer is gathered next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the first layer to the last.
+    Forward,
+    /// From the last layer to the first.
+    Backward,
 }
 
 /// A trained vector, for the optimizer: this rank's part of it.
@@ -72,7 +87,8 @@ struct Division {
     stage: ZeroStage,
     /// Number of this model in announcements; the same on all ranks.
     id: u64,
-    layers: usize,
+    /// Numbers of the encoder's layers, which are the first, and of all.
+    layers: [usize; 2],
     /// The root's units, then those of each layer.
     units: Vec<Unit>,
     /// Whether the gradients are those of all ranks.
@@ -132,7 +148,8 @@ pub struct AllGuard(Shards);
 #[derive(Debug)]
 pub struct ByName {
     shards: Shards,
-    held: Option<usize>,
+    /// Index of the gathered unit.
+    gathered: Option<usize>,
     /// Whether this rank asks the others, which [serve](Shards::serve); else all ranks gather the same names.
     asks: bool,
 }
@@ -147,16 +164,16 @@ impl Shards {
         self.lock().as_mut().map(f)
     }
 
-    /// Divides `params` over the ranks of `world`. `layer_of` returns the layer of a parameter by its name. The parameters
-    /// become views of flat memory. Does nothing if they are divided already, or if there is nothing to divide: one rank at
-    /// stage 0, or a frozen model below stage 3.
+    /// Divides `params` over the ranks of `world`. `layers` are the numbers of the encoder's layers, which are the first, and of all;
+    /// `layer_of` returns the layer of a parameter by its name. The parameters become views of flat memory. Does nothing if they are
+    /// divided already, or if there is nothing to divide: one rank at stage 0, or a frozen model below stage 3.
     ///
     /// All ranks have the same parameters, and divide their models in the same order.
     pub fn divide(
         &self,
         (world, stage): (&World, ZeroStage),
         params: &[Param],
-        layers: usize,
+        layers: [usize; 2],
         layer_of: impl Fn(&str) -> Option<usize>,
     ) {
         let mut division = self.lock();
@@ -228,12 +245,12 @@ impl Shards {
         self.outer().map_or(Ok(()), |world| world.finish_passes())
     }
 
-    /// Gathers layer `layer`.
+    /// Gathers layer `layer` inside a pass, and starts to gather the one that comes next in this direction.
     ///
     /// # Errors
     /// As [`Shards::start_pass`].
-    pub fn layer(&self, layer: usize) -> Result<LayerGuard> {
-        let gathered = self.with(|division| division.gather(Some(layer)));
+    pub fn layer(&self, layer: usize, direction: Direction) -> Result<LayerGuard> {
+        let gathered = self.with(|division| division.gather_layer(layer, direction));
         gathered.unwrap_or(Ok(())).map(|()| LayerGuard(self.clone(), layer))
     }
 
@@ -245,12 +262,13 @@ impl Shards {
         self.with(|division| division.lend_gradients(layer)).unwrap_or(Ok(()))
     }
 
-    /// Adds the sum over all ranks of the gradients of `layer`, or of the root, to this rank's part.
+    /// Starts to add the sum over all ranks of the gradients of `layer` to this rank's part. It is done at the next call, or at the end
+    /// of the pass.
     ///
     /// # Errors
     /// As [`Shards::start_pass`].
-    pub fn reduce_lent(&self, layer: Option<usize>) -> Result<()> {
-        self.with(|division| division.reduce_lent(layer)).unwrap_or(Ok(()))
+    pub fn reduce_layer(&self, layer: usize) -> Result<()> {
+        self.with(|division| division.reduce_lent(Some(layer))).unwrap_or(Ok(()))
     }
 
     /// Gathers all parameters until the guard is dropped. Passes then need no collectives but those of gradients. Called by all
@@ -275,7 +293,7 @@ impl Shards {
     /// Returns a guard that gathers parameters by name. With `asks` the other ranks [serve](Shards::serve); else they gather the
     /// same names in the same order.
     pub fn by_name(&self, asks: bool) -> ByName {
-        ByName { shards: self.clone(), held: None, asks }
+        ByName { shards: self.clone(), gathered: None, asks }
     }
 
     /// Takes part in what rank 0 gathers of `models`, until it calls [`Shards::end_serving`] with the same models: it writes files
@@ -523,7 +541,13 @@ impl Division {
 
     /// Number of a pass of this kind in announcements; above 0.
     fn code(&self, kind: PassKind) -> u64 {
-        2 * self.id + 1 + u64::from(kind == PassKind::Backward)
+        // Without an encoder a step is a forward pass, so that ranks which read prompts and ranks which decode run one together.
+        let kind = match kind {
+            PassKind::Backward => 1,
+            PassKind::Step if self.layers[0] > 0 => 2,
+            PassKind::Forward | PassKind::Step => 0,
+        };
+        3 * self.id + 1 + kind
     }
 
     /// Whether a pass of this kind has collectives.
@@ -543,6 +567,21 @@ impl Division {
         }
         let world = &self.world;
         self.units.iter_mut().filter(|unit| unit.layer == place).try_for_each(|unit| unit.gather(world))
+    }
+
+    /// Gathers the units of `layer`, and starts to gather those of the next.
+    fn gather_layer(&mut self, layer: usize, direction: Direction) -> Result<()> {
+        self.gather(Some(layer))?;
+        let next = match direction {
+            Direction::Forward => Some(layer + 1),
+            Direction::Backward => layer.checked_sub(1),
+        };
+        // One rank copies: ahead of time that would take memory and save nothing.
+        if next.is_none() || !self.releases() || self.world.size() == 1 {
+            return Ok(());
+        }
+        let world = &self.world;
+        self.units.iter_mut().filter(|unit| unit.layer == next).try_for_each(|unit| unit.prefetch(world))
     }
 
     fn release(&mut self, place: Option<usize>) {
@@ -579,19 +618,31 @@ impl Division {
         let all = Tensor::zeros([len], (Kind::Float, device));
         let mut start = 0;
         for unit in &mut trained {
-            let own = unit.len / size;
-            unit.grad_part = Some(all.narrow(0, start, own));
-            start += own;
+            let len = unit.len / size;
+            unit.grad_part = Some(all.narrow(0, start, len));
+            start += len;
         }
     }
 
+    /// Starts to reduce the gradients of `place`, after the reduction before it is done: at most two layers have gradients at a time.
     fn reduce_lent(&mut self, place: Option<usize>) -> Result<()> {
         if !self.stage.shards_gradients() {
             return Ok(());
         }
         let world = &self.world;
+        self.units.iter_mut().try_for_each(|unit| unit.finish_reduction(world))?;
         let mut units = self.units.iter_mut().filter(|unit| unit.trained && unit.layer == place);
-        units.try_for_each(|unit| unit.reduce(world))
+        units.try_for_each(|unit| {
+            unit.start_reduction(world)?;
+            // One rank has the sum at once, and its gradients need no more memory.
+            if world.size() == 1 { unit.finish_reduction(world) } else { Ok(()) }
+        })
+    }
+
+    /// Waits for all collectives in progress, also after one has failed; returns the first error.
+    fn settle(&mut self) -> Result<()> {
+        let world = &self.world;
+        self.units.iter_mut().map(|unit| unit.settle(world)).fold(Ok(()), Result::and)
     }
 
     fn reduce_gradients(&mut self) -> Result<()> {
@@ -601,7 +652,7 @@ impl Division {
         self.reduced = true;
         let (world, whole) = (&self.world, !self.stage.shards_optimizer());
         let mut units = self.units.iter_mut().filter(|unit| unit.trained);
-        units.try_for_each(|unit| if whole { unit.sum_whole(world) } else { unit.reduce_held(world) })
+        units.try_for_each(|unit| if whole { unit.sum_whole(world) } else { unit.reduce_whole(world) })
     }
 
     /// Asks the other ranks, which serve, for something.
@@ -636,43 +687,59 @@ impl Division {
         Ok(())
     }
 
-    /// The collectives of a pass that another rank announced.
+    /// The collectives of a pass that another rank announced, in the order of that rank.
     fn idle_pass(&mut self, kind: PassKind) -> Result<()> {
+        let passed = self.idle_layers(kind);
+        let settled = self.settle();
+        self.release(None);
+        passed.and(settled)
+    }
+
+    fn idle_layers(&mut self, kind: PassKind) -> Result<()> {
         self.gather(None)?;
         if kind == PassKind::Backward {
             self.lend_gradients(None)?;
         }
-        for layer in 0..self.layers {
-            self.gather(Some(layer))?;
+        let [encoder_layers, layers] = self.layers;
+        let first = if kind == PassKind::Step { encoder_layers } else { 0 };
+        for layer in first..layers {
+            self.gather_layer(layer, Direction::Forward)?;
             self.release(Some(layer));
         }
         if kind == PassKind::Backward {
-            for layer in (0..self.layers).rev() {
-                self.gather(Some(layer))?;
+            for layer in (0..layers).rev() {
+                self.gather_layer(layer, Direction::Backward)?;
                 self.lend_gradients(Some(layer))?;
                 self.reduce_lent(Some(layer))?;
                 self.release(Some(layer));
             }
             self.reduce_lent(None)?;
         }
-        self.release(None);
         Ok(())
     }
 }
 
 impl RootGuard {
-    /// Ends a backward pass: reduces the root's gradients.
+    /// Ends a backward pass: reduces the root's gradients, and waits for all reductions.
     ///
     /// # Errors
     /// As [`Shards::start_pass`].
     pub fn finish_backward(self) -> Result<()> {
-        self.0.reduce_lent(None)
+        let reduced = self.0.with(|division| {
+            division.reduce_lent(None)?;
+            division.settle()
+        });
+        reduced.unwrap_or(Ok(()))
     }
 }
 
 impl Drop for RootGuard {
     fn drop(&mut self) {
-        self.0.with(|division| division.release(None));
+        self.0.with(|division| {
+            // Something is in progress only if the pass has failed, which is reported, or has ended early.
+            let _ = division.settle();
+            division.release(None);
+        });
     }
 }
 
@@ -707,7 +774,7 @@ impl ByName {
             division.unit_of(name).filter(|_| divided)
         });
         let wanted = wanted.flatten();
-        if wanted == self.held {
+        if wanted == self.gathered {
             return Ok(());
         }
         self.release();
@@ -720,13 +787,13 @@ impl ByName {
             division.units[index].gather(&division.world)
         });
         gathered.unwrap_or(Ok(()))?;
-        self.held = wanted;
+        self.gathered = wanted;
         Ok(())
     }
 
     fn release(&mut self) {
-        let held = self.held.take();
-        self.shards.with(|division| held.iter().for_each(|&index| division.units[index].release()));
+        let gathered = self.gathered.take();
+        self.shards.with(|division| gathered.iter().for_each(|&index| division.units[index].release()));
     }
 }
 
@@ -740,7 +807,7 @@ impl Sharded for Divided {
     fn take_part(&self, code: u64) -> Option<Result<()>> {
         let mut division = self.lock();
         let division = division.as_mut()?;
-        let kinds = [PassKind::Forward, PassKind::Backward];
+        let kinds = [PassKind::Forward, PassKind::Backward, PassKind::Step];
         let kind = kinds.into_iter().find(|&kind| division.code(kind) == code)?;
         Some(division.idle_pass(kind))
     }
@@ -757,4 +824,219 @@ fn serving_world(models: &[&Shards]) -> Option<World> {
         shards.with(|division| division.stage.shards_optimizer().then(|| division.outer.clone())).flatten()
     });
     worlds.find(|world| world.size() > 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rlhf_base::dist::as_two_ranks;
+    use std::time::{Duration, Instant};
+
+    /// Lengths of the parameters: that of the root, then those of each layer. The units of no two have the same length, so a collective
+    /// that a rank calls out of order fails.
+    const LENS: [i64; 6] = [300, 1000, 70, 5000, 40_000, 200];
+
+    /// Several pieces of a collective on the CPU, of which the last is shorter.
+    const LARGE: [i64; 4] = [300, 9_000_001, 70, 200];
+
+    /// A model whose root and layers have one parameter each.
+    struct Model {
+        shards: Shards,
+        params: Vec<Param>,
+    }
+
+    /// The numbers of the parameter `index`, `[len]` f32.
+    fn numbers(index: usize, len: i64) -> Tensor {
+        Tensor::arange(len, (Kind::Float, tch::Device::Cpu)) + index as f64
+    }
+
+    /// The gradient of the parameter `index` in a pass of this weight, `[len]` f32; its sums are rounded.
+    fn gradient(index: usize, len: i64, weight: f64) -> Tensor {
+        numbers(index, len).sin() * weight
+    }
+
+    impl Model {
+        fn new(world: &World, stage: ZeroStage, lens: &[i64]) -> Self {
+            let param = |(index, &len): (usize, &i64)| Param {
+                name: if index == 0 { "embedding".into() } else { format!("layers.{}", index - 1) },
+                tensor: numbers(index, len).set_requires_grad(true),
+                decay: true,
+                embedding: false,
+                fixed: false,
+            };
+            let params: Vec<Param> = lens.iter().enumerate().map(param).collect();
+            let shards = Shards::default();
+            let layer_of = |name: &str| name.strip_prefix("layers.")?.parse().ok();
+            shards.divide((world, stage), &params, [0, lens.len() - 1], layer_of);
+            Self { shards, params }
+        }
+
+        fn layers(&self) -> usize {
+            self.params.len() - 1
+        }
+
+        fn len(&self, index: usize) -> i64 {
+            self.params[index].tensor.size()[0]
+        }
+
+        #[track_caller]
+        fn is_gathered(&self, index: usize) {
+            assert!(self.params[index].tensor.detach() == numbers(index, self.len(index)), "parameter {index}");
+        }
+
+        /// Numbers of gathers and of reductions in progress.
+        fn in_progress(&self) -> [usize; 2] {
+            let count = |division: &mut Division| {
+                let units = &division.units;
+                [
+                    units.iter().filter(|unit| unit.is_prefetched()).count(),
+                    units.iter().filter(|unit| unit.is_reduced()).count(),
+                ]
+            };
+            self.shards.with(count).unwrap()
+        }
+
+        /// Nothing is in progress, and no layer has memory that it has only in a pass.
+        #[track_caller]
+        fn is_at_rest(&self) {
+            assert_eq!(self.in_progress(), [0, 0]);
+            let holders = self.shards.with(|division| division.units.iter().map(|unit| unit.holders).sum::<usize>());
+            assert_eq!(holders, Some(0));
+        }
+
+        fn add_gradient(&self, index: usize, weight: f64) {
+            let _ = self.params[index].tensor.grad().g_add_(&gradient(index, self.len(index), weight));
+        }
+
+        /// A forward and backward pass as the decoder's, with gradients of this weight. It fails in the backward pass of the layer `fails_in`.
+        fn backward(&self, weight: f64, fails_in: Option<usize>) -> Result<()> {
+            let prefetches = usize::from(self.shards.are_params_divided());
+            let root = self.shards.start_pass(PassKind::Backward)?;
+            self.is_gathered(0);
+            for layer in 0..self.layers() {
+                let _layer = self.shards.layer(layer, Direction::Forward)?;
+                self.is_gathered(layer + 1);
+                assert_eq!(self.in_progress(), [prefetches * usize::from(layer + 1 < self.layers()), 0]);
+            }
+            self.add_gradient(0, weight);
+            for layer in (0..self.layers()).rev() {
+                let _layer = self.shards.layer(layer, Direction::Backward)?;
+                self.shards.lend_gradients(Some(layer))?;
+                let reductions = usize::from(layer + 1 < self.layers());
+                assert_eq!(self.in_progress(), [prefetches * usize::from(layer > 0), reductions]);
+                if fails_in == Some(layer) {
+                    return Err(Error::Run("no memory".into()));
+                }
+                self.is_gathered(layer + 1);
+                self.add_gradient(layer + 1, weight);
+                self.shards.reduce_layer(layer)?;
+            }
+            root.finish_backward()
+        }
+
+        /// A forward pass that ends after this many layers.
+        fn forward(&self, layers: usize) -> Result<()> {
+            let _root = self.shards.start_pass(PassKind::Forward)?;
+            (0..layers).try_for_each(|layer| self.shards.layer(layer, Direction::Forward).map(drop))
+        }
+    }
+
+    /// The sums over both ranks of the gradients of passes of these weights, reduced one after another: each parameter's part of this rank.
+    fn expected_parts(world: &World, lens: &[i64], passes: &[[f64; 2]]) -> Vec<Tensor> {
+        let part = |(index, &len): (usize, &i64)| {
+            let sum = Tensor::zeros([(len as u64).next_multiple_of(128) as i64], (Kind::Float, tch::Device::Cpu));
+            for weights in passes {
+                let mut pass_sum = gradient(index, len, weights[world.rank()]);
+                world.sum(&mut pass_sum).unwrap();
+                let _ = sum.narrow(0, 0, len).g_add_(&pass_sum);
+            }
+            sum.chunk(2, 0).swap_remove(world.rank())
+        };
+        lens.iter().enumerate().map(part).collect()
+    }
+
+    #[test]
+    fn sums_of_gradients_have_the_bits_of_reductions_one_after_another_for_any_number_of_passes() {
+        for (stage, lens) in [
+            (ZeroStage::Stage2, LENS.as_slice()),
+            (ZeroStage::Stage3, &LENS),
+            (ZeroStage::Stage2, &LARGE),
+            (ZeroStage::Stage3, &LARGE),
+        ] {
+            // Rank 0 has no third pass, and takes part in that of rank 1.
+            let passes = [[0.3, 1.7], [1.1, 0.9], [0.0, 0.7]];
+            as_two_ranks(|world| {
+                let model = Model::new(&world, stage, lens);
+                for weights in &passes[..2 + world.rank()] {
+                    model.backward(weights[world.rank()], None).unwrap();
+                    model.is_at_rest();
+                }
+                let parts = model.shards.grad_parts().unwrap();
+                model.is_at_rest();
+                assert!(parts == expected_parts(&world, lens, &passes), "rank {} at stage {stage}", world.rank());
+            });
+        }
+    }
+
+    #[test]
+    fn ranks_that_compute_at_different_speeds_call_collectives_in_one_order() {
+        as_two_ranks(|world| {
+            let models = [ZeroStage::Stage3, ZeroStage::Stage2].map(|stage| Model::new(&world, stage, &LENS));
+            for pass in 0..6u64 {
+                // Now one rank is ahead, now the other.
+                std::thread::sleep(Duration::from_millis(5 * ((pass + world.rank() as u64) % 2)));
+                models.iter().for_each(|model| model.backward(1.0, None).unwrap());
+                models[0].forward(models[0].layers()).unwrap();
+            }
+            world.finish_passes().unwrap();
+            models.iter().for_each(Model::is_at_rest);
+            let expected = expected_parts(&world, &LENS, &[[1.0; 2]; 6]);
+            for model in &models {
+                assert!(model.shards.grad_parts().unwrap() == expected);
+            }
+        });
+    }
+
+    #[test]
+    fn a_pass_that_ends_early_leaves_nothing_in_progress() {
+        as_two_ranks(|world| {
+            let model = Model::new(&world, ZeroStage::Stage3, &LENS);
+            for layers in 0..model.layers() {
+                model.forward(layers).unwrap();
+                model.is_at_rest();
+            }
+            // All ranks find the same error, as that of a program that they share.
+            assert!(model.backward(1.0, Some(2)).is_err());
+            model.is_at_rest();
+            model.shards.zero_gradients();
+            model.backward(1.0, None).unwrap();
+            assert!(model.shards.grad_parts().unwrap() == expected_parts(&world, &LENS, &[[1.0; 2]]));
+        });
+    }
+
+    #[test]
+    fn a_rank_that_fails_within_a_pass_ends_the_other_with_its_error() {
+        for stage in [ZeroStage::Stage2, ZeroStage::Stage3] {
+            let began = Instant::now();
+            let errors = as_two_ranks(|world| {
+                let model = Model::new(&world, stage, &LENS);
+                model.backward(1.0, None).unwrap();
+                let error = model.backward(1.0, (world.rank() == 1).then_some(2)).unwrap_err().to_string();
+                assert_eq!(model.in_progress(), [0, 0]);
+                world.leave(&error);
+                error
+            });
+            assert_eq!(errors, ["rank 1: no memory", "no memory"]);
+            assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        }
+    }
+
+    #[test]
+    fn one_rank_gathers_nothing_ahead_of_time() {
+        let model = Model::new(&World::single(), ZeroStage::Stage3, &LENS);
+        let _root = model.shards.start_pass(PassKind::Forward).unwrap();
+        let _layer = model.shards.layer(1, Direction::Forward).unwrap();
+        model.is_gathered(2);
+        assert_eq!(model.in_progress(), [0, 0]);
+    }
 }

@@ -38,13 +38,27 @@ fn one_line(what: &str, ran: &Ran, code: i32, words: &[&str]) {
 
 #[test]
 fn a_rank_that_is_killed_at_any_collective_ends_all_and_the_run_resumes_to_the_same_bits() {
-    let scratch = Scratch::new();
-    succeeds(&scratch, 2, &format!("{LINE} --output_dir whole"));
     // From the first collective of the start to those of the last checkpoint.
     let cases = [(1, 1), (0, 18), (1, 35), (0, 60), (1, 85), (0, 110), (1, 135), (0, 160)];
+    assert_resumes_after_a_kill(LINE, &cases);
+}
+
+#[test]
+fn a_rank_that_is_killed_while_collectives_are_in_progress_ends_all_and_the_run_resumes_to_the_same_bits() {
+    // Of the first backward pass through two layers: gather and prefetch (87, 88), three reductions. Where one rank is killed before it starts
+    // a collective, the other has started it.
+    assert_resumes_after_a_kill(&format!("{LINE} --zero_stage 3"), &[(0, 88), (1, 89), (0, 90), (1, 91)]);
+    assert_resumes_after_a_kill(&format!("{LINE} --zero_stage 2"), &[(1, 70), (0, 71)]);
+}
+
+/// Kills one of two ranks of the run `line` at a collective, in each of the cases `(rank, count)`, and resumes it.
+#[track_caller]
+fn assert_resumes_after_a_kill(line: &str, cases: &[(usize, usize)]) {
+    let scratch = Scratch::new();
+    succeeds(&scratch, 2, &format!("{line} --output_dir whole"));
     let dies = |(rank, count): (usize, usize)| {
         let (out, what) = (format!("out-{rank}-{count}"), format!("rank {rank} is killed at collective {count}"));
-        let line = format!("{LINE} --output_dir {out}");
+        let line = format!("{line} --output_dir {out}");
         let began = Instant::now();
         let ran = Ranks::start(&scratch, 2, &line, fault(rank, count, "KILL")).wait(&what);
         assert!(began.elapsed() < Duration::from_secs(40), "{what}: {:?}", began.elapsed());
@@ -55,7 +69,7 @@ fn a_rank_that_is_killed_at_any_collective_ends_all_and_the_run_resumes_to_the_s
         assert!(ran.iter().all(|ran| ran.code == 0), "{what}: {} {}", ran[0].stderr, ran[1].stderr);
         identical(&scratch, &out, "whole");
     };
-    let (first, second) = cases.split_at(4);
+    let (first, second) = cases.split_at(cases.len() / 2);
     thread::scope(|scope| {
         scope.spawn(|| first.iter().for_each(|&case| dies(case)));
         second.iter().for_each(|&case| dies(case));
@@ -65,9 +79,10 @@ fn a_rank_that_is_killed_at_any_collective_ends_all_and_the_run_resumes_to_the_s
 #[test]
 fn a_rank_that_hangs_is_named_when_the_time_limit_is_over() {
     let scratch = Scratch::new();
-    for (rank, count) in [(1, 10), (0, 30)] {
-        let what = format!("rank {rank} hangs at collective {count}");
-        let line = format!("{LINE} --output_dir out-{rank} --dist_timeout 3");
+    // The last is in a backward pass through divided layers.
+    for (rank, count, stage) in [(1, 10, 0), (0, 30, 0), (1, 90, 3)] {
+        let what = format!("rank {rank} hangs at collective {count} of stage {stage}");
+        let line = format!("{LINE} --output_dir out-{rank}-{stage} --dist_timeout 3 --zero_stage {stage}");
         let began = Instant::now();
         let ran = Ranks::start(&scratch, 3, &line, fault(rank, count, "STOP")).wait_for_others(&what, rank);
         assert!(began.elapsed() < Duration::from_secs(40), "{what}: {:?}", began.elapsed());

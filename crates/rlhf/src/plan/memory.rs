@@ -15,7 +15,7 @@ use rlhf_lm::optim::micro_batch::default_tokens;
 use std::borrow::Cow;
 use tch::{Device, Kind};
 
-/// Bytes that collectives on the CPU take besides their tensors: three copies of pieces of 4 Mi f32 elements.
+/// Most bytes that a collective on the CPU takes besides its tensors: copies of pieces of 4 Mi elements.
 const COLLECTIVES: usize = 3 * (4 << 22);
 
 /// Number of f32 tensors of the smaller vocabulary's size that a divergence keeps in memory at once, besides the logits of both models.
@@ -186,20 +186,26 @@ impl<'a> Job<'a> {
         stage.shards_parameters()
     }
 
-    /// Bytes that a pass of a model gathers: weights of one layer and of the modules outside the layers, and the gradients of both.
+    /// Bytes that a pass of a model gathers: weights and gradients of a layer and of what is outside the layers. With several ranks also
+    /// those of another layer: its weights are gathered, or its gradients reduced, while the layer is computed.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
+        let ranks = self.machine.ranks;
         let footprint = &member.footprint;
         let copied = footprint.copies as f64 / footprint.weights.max(1) as f64;
-        let weights = if self.releases(member.stage) {
-            ((footprint.layer + footprint.root) as f64 * (1.0 + copied)) as usize
-        } else {
-            0
-        };
-        let gradients = if backward && member.stage.shards_gradients() {
-            4 * (footprint.trained_layer + footprint.trained_root)
-        } else {
-            0
-        };
+        let (mut weights, mut gradients) = (0, 0);
+        if self.releases(member.stage) {
+            weights = ((footprint.layer + footprint.root) as f64 * (1.0 + copied)) as usize;
+            // Its copies in the dtype of products are made when it is computed.
+            weights += if ranks > 1 { footprint.layer } else { 0 };
+        }
+        if backward && member.stage.shards_gradients() {
+            gradients = 4 * (footprint.trained_layer + footprint.trained_root);
+            // With this rank's part of their sum.
+            gradients += if ranks > 1 { 4 * (footprint.trained_layer + footprint.trained_layer / ranks) } else { 0 };
+            // Where weights are gathered at the same time, the copies of a second collective.
+            let has_two = ranks > 1 && self.releases(member.stage);
+            gradients += if has_two { COLLECTIVES.min(2 * 4 * footprint.trained_layer) } else { 0 };
+        }
         [weights, gradients]
     }
 
@@ -210,7 +216,13 @@ impl<'a> Job<'a> {
 
     /// The parts of memory that all phases have.
     fn base(&self, kind: PhaseKind) -> Phase {
-        let collectives = if self.machine.ranks > 1 { COLLECTIVES } else { 0 };
+        // Copies of a vector with the parameters or gradients of a layer, or of what is outside the layers.
+        let longest = self.members.iter().map(|member| {
+            let footprint = &member.footprint;
+            footprint.layer.max(footprint.root).max(4 * footprint.trained_layer).max(4 * footprint.trained_root)
+        });
+        let copies = COLLECTIVES.min(3 * longest.max().unwrap_or(0));
+        let collectives = if self.machine.ranks > 1 { copies } else { 0 };
         let mut phase = Phase::new(kind, self.machine.program + collectives);
         let one_memory = self.shares_gradients();
         for member in self.members.iter().filter(|member| !member.is_dropped) {

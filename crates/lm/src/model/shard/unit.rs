@@ -1,8 +1,9 @@
 //! A unit: some parameters of a model in one vector, of which each rank has a part.
 
 use crate::model::params::Param;
-use rlhf_base::dist::{World, ZeroStage};
+use rlhf_base::dist::{Work, World, ZeroStage};
 use rlhf_base::{Error, Result};
+use std::collections::VecDeque;
 use tch::{Device, Kind, Tensor};
 use tch_ext::{FlatMemory, bump_version, clear_grad, set_grad};
 
@@ -58,13 +59,17 @@ pub(super) struct Unit {
     pub(super) grads: Option<Tensor>,
     /// This rank's part of the summed gradients, from the first reduction to the optimizer step.
     pub(super) grad_part: Option<Tensor>,
-    /// Number of guards that need the parameters.
+    /// Number of guards that need the parameters, and of prefetches that none has taken over.
     pub(super) holders: usize,
+    /// The gather of the parameters that is in progress, before their layer is computed.
+    prefetch: Option<Transfer>,
+    /// The reduction of the gradients that is in progress, and this rank's part of the sum, `[len / ranks]` f32, which it fills.
+    reduction: Option<(Transfer, Tensor)>,
     /// This rank's parts of the optimizer state and of a moving average.
     pub(super) state: UnitState,
 }
 
-/// Vectors beside the parameters of a unit, this rank's part of each.
+/// Vectors of a unit's size other than its parameters, this rank's part of each.
 #[derive(Debug, Default)]
 pub(super) struct UnitState {
     /// Both moments of AdamW.
@@ -89,7 +94,7 @@ impl Unit {
             start += numel(param);
         }
         let len = (start as u64).next_multiple_of(ALIGNMENT * size) as i64;
-        let own = len / size as i64;
+        let part_len = len / size as i64;
         let mut unit = Self {
             layer,
             trained,
@@ -104,11 +109,13 @@ impl Unit {
             grads: None,
             grad_part: None,
             holders: 0,
+            prefetch: None,
+            reduction: None,
             state: UnitState::default(),
         };
         if stage.shards_optimizer() {
-            let most = if stage.shards_parameters() { mapped_len(len, kind, device) } else { len };
-            let whole = FlatMemory::new(most, kind, device);
+            let allocated = if stage.shards_parameters() { mapped_len(len, kind, device) } else { len };
+            let whole = FlatMemory::new(allocated, kind, device);
             // Only the padding: the parameters are copied. Mapped memory beyond it is never used.
             let _ = whole.tensor().narrow(0, start, len - start).zero_();
             for (slot, param) in unit.slots.iter().zip(&mut unit.params) {
@@ -116,7 +123,7 @@ impl Unit {
                 tch::no_grad(|| view.shallow_clone().copy_(param));
                 param.set_data(&view);
             }
-            let part = whole.tensor().narrow(0, own * world.rank() as i64, own);
+            let part = whole.tensor().narrow(0, part_len * world.rank() as i64, part_len);
             unit.part = Some(if stage.shards_parameters() { part.copy() } else { part });
             if stage.shards_parameters() {
                 whole.free();
@@ -156,14 +163,52 @@ impl Unit {
         Ok(grads)
     }
 
-    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not.
+    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not. Waits for the prefetch,
+    /// if there is one.
     pub(super) fn gather(&mut self, world: &World) -> Result<()> {
+        if let Some(prefetch) = self.prefetch.take() {
+            return prefetch.wait(world);
+        }
+        let Some((whole, part)) = self.hold()? else { return Ok(()) };
+        run(world, Collective::AllGather, &whole, &part)
+    }
+
+    /// Starts to gather the parameters, for the next [`Unit::gather`].
+    pub(super) fn prefetch(&mut self, world: &World) -> Result<()> {
+        let Some((whole, part)) = self.hold()? else { return Ok(()) };
+        self.prefetch = Some(Transfer::start(world, Collective::AllGather, &whole, &part)?);
+        Ok(())
+    }
+
+    /// Counts a holder, and provides memory for the parameters. Returns the whole vector and this rank's part, if the unit is divided.
+    fn hold(&mut self) -> Result<Option<(Tensor, Tensor)>> {
         self.holders += 1;
-        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
+        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(None) };
         if self.holders == 1 {
             whole.allocate().map_err(Error::Run)?;
         }
-        all_gather(world, &whole.tensor().narrow(0, 0, self.len), part)
+        Ok(Some((whole.tensor().narrow(0, 0, self.len), part.shallow_clone())))
+    }
+
+    /// Waits for all that is in progress, and releases parameters that were gathered for nothing.
+    pub(super) fn settle(&mut self, world: &World) -> Result<()> {
+        let gathered = self.prefetch.take().map(|prefetch| {
+            let done = prefetch.wait(world);
+            self.release();
+            done
+        });
+        let reduced = self.finish_reduction(world);
+        gathered.unwrap_or(Ok(())).and(reduced)
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_prefetched(&self) -> bool {
+        self.prefetch.is_some()
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_reduced(&self) -> bool {
+        self.reduction.is_some()
     }
 
     pub(super) fn release(&mut self) {
@@ -173,25 +218,32 @@ impl Unit {
         }
     }
 
-    /// Makes this rank's part a view of the gathered vector, so that it takes no memory beside it; or ends this.
+    /// Makes this rank's part a view of the gathered vector, so that it takes no memory of its own; or ends this.
     pub(super) fn view_part(&mut self, world: &World, views: bool) {
         let (Some(whole), Some(part)) = (&self.whole, &mut self.part) else { return };
-        let own = part.numel() as i64;
-        let place = whole.tensor().narrow(0, own * world.rank() as i64, own);
+        let len = part.numel() as i64;
+        let place = whole.tensor().narrow(0, len * world.rank() as i64, len);
         // In all its handles, of which the optimizer has one.
         part.set_data(&if views { place } else { place.copy() });
     }
 
     pub(super) fn lend_gradients(&mut self) -> Result<()> {
-        let most = mapped_len(self.len, Kind::Float, self.device);
-        self.use_gradients(Tensor::empty([most], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_())
+        let allocated = mapped_len(self.len, Kind::Float, self.device);
+        self.use_gradients(Tensor::empty([allocated], (Kind::Float, self.device)).narrow(0, 0, self.len).zero_())
     }
 
-    /// Adds the sum of the lent gradients to this rank's part, and takes them back.
-    pub(super) fn reduce(&mut self, world: &World) -> Result<()> {
+    /// Takes the lent gradients back, and starts to sum them over all ranks, until [`Unit::finish_reduction`].
+    pub(super) fn start_reduction(&mut self, world: &World) -> Result<()> {
         let Some(grads) = self.take_gradients()? else { return Ok(()) };
-        let sum = self.own_vector(world);
-        reduce_scatter(world, &sum, &grads)?;
+        let sum = self.zero_part(world);
+        self.reduction = Some((Transfer::start(world, Collective::ReduceScatter, &grads, &sum)?, sum));
+        Ok(())
+    }
+
+    /// Waits for the reduction in progress, if there is one, and adds its sum to this rank's part.
+    pub(super) fn finish_reduction(&mut self, world: &World) -> Result<()> {
+        let Some((transfer, sum)) = self.reduction.take() else { return Ok(()) };
+        transfer.wait(world)?;
         match &mut self.grad_part {
             Some(part) => drop(part.g_add_(&sum)),
             part => *part = Some(sum),
@@ -211,23 +263,23 @@ impl Unit {
         Ok(())
     }
 
-    /// Sets this rank's part to the sum of the gradients of a unit that holds them whole.
-    pub(super) fn reduce_held(&mut self, world: &World) -> Result<()> {
+    /// Sets this rank's part to the sum of the gradients of a unit that keeps them whole.
+    pub(super) fn reduce_whole(&mut self, world: &World) -> Result<()> {
         let grads = self.keep_gradients()?.shallow_clone();
-        let part = self.own_vector(world);
-        reduce_scatter(world, &part, &grads)?;
+        let part = self.zero_part(world);
+        run(world, Collective::ReduceScatter, &grads, &part)?;
         self.grad_part = Some(part);
         Ok(())
     }
 
     /// Zeros of the length of this rank's part, in f32.
-    fn own_vector(&self, world: &World) -> Tensor {
+    fn zero_part(&self, world: &World) -> Tensor {
         Tensor::zeros([self.len / world.size() as i64], (Kind::Float, self.device))
     }
 
     /// This rank's part of the summed gradients; zeros if no pass has reached them.
     pub(super) fn grad_part(&self, world: &World) -> Tensor {
-        self.grad_part.as_ref().map_or_else(|| self.own_vector(world), Tensor::shallow_clone)
+        self.grad_part.as_ref().map_or_else(|| self.zero_part(world), Tensor::shallow_clone)
     }
 
     pub(super) fn scale_gradients(&mut self, factor: f64) {
@@ -252,7 +304,7 @@ impl Unit {
         let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
         if whole.is_allocated() {
             // A copy, as the part may be a view of the whole.
-            all_gather(world, &whole.tensor().narrow(0, 0, self.len), &part.copy())?;
+            run(world, Collective::AllGather, &whole.tensor().narrow(0, 0, self.len), &part.copy())?;
         }
         self.params.iter().for_each(bump_version);
         Ok(())
@@ -265,7 +317,7 @@ impl Unit {
         };
         let gather = |part: &Tensor| {
             let whole = Tensor::empty([self.len], (part.kind(), part.device()));
-            all_gather(world, &whole, part).map(|()| whole.to_device(Device::Cpu))
+            run(world, Collective::AllGather, &whole, part).map(|()| whole.to_device(Device::Cpu))
         };
         Ok([gather(first)?, gather(second)?])
     }
@@ -277,15 +329,15 @@ impl Unit {
         read: &mut impl FnMut(&str, &Tensor) -> Result<()>,
     ) -> Result<()> {
         let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(()) };
-        let own = part.numel() as i64;
-        let (before, after) = (rank * own, (rank + 1) * own);
+        let len = part.numel() as i64;
+        let (start, end) = (rank * len, (rank + 1) * len);
         for slot in self.slots.iter().filter(|slot| reads(&slot.name)) {
             let tensor = Tensor::empty(slot.shape.as_slice(), (whole.tensor().kind(), self.device));
             read(&slot.name, &tensor)?;
-            let (from, to) = (slot.start.max(before), (slot.start + slot.len()).min(after));
+            let (from, to) = (slot.start.max(start), (slot.start + slot.len()).min(end));
             if from < to {
                 let source = tensor.view([-1]).narrow(0, from - slot.start, to - from);
-                part.narrow(0, from - before, to - from).copy_(&source);
+                part.narrow(0, from - start, to - from).copy_(&source);
             }
         }
         self.params.iter().for_each(bump_version);
@@ -295,45 +347,109 @@ impl Unit {
 
 /// The length of a vector of `len` elements whose memory is mapped by itself on the CPU. Only memory that is used takes space.
 fn mapped_len(len: i64, kind: Kind, device: Device) -> i64 {
-    let least = if device == Device::Cpu { MAPPED_BYTES / kind.elt_size_in_bytes() as i64 } else { 0 };
-    len.max(least)
+    let min_len = if device == Device::Cpu { MAPPED_BYTES / kind.elt_size_in_bytes() as i64 } else { 0 };
+    len.max(min_len)
 }
 
-/// Fills `whole` with the parts of all ranks.
-fn all_gather(world: &World, whole: &Tensor, part: &Tensor) -> Result<()> {
-    for (piece, own) in pieces(world, whole, part) {
-        let Some(places) = piece else { return world.all_gather(&mut whole.shallow_clone(), part) };
-        let mut all = Tensor::empty([own.numel() as i64 * places.len() as i64], (part.kind(), part.device()));
-        world.all_gather(&mut all, &own)?;
-        let parts = all.chunk(places.len() as i64, 0);
-        places.into_iter().zip(parts).for_each(|(mut place, part)| tch::no_grad(|| place.copy_(&part)));
-    }
-    Ok(())
+/// A collective of a whole vector and of this rank's part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Collective {
+    /// Fills the whole vector with the parts of all ranks.
+    AllGather,
+    /// Fills the part with this rank's part of the sum of all ranks' whole vectors.
+    ReduceScatter,
 }
 
-/// Fills `part` with this rank's part of the sum of all ranks' `whole`.
-fn reduce_scatter(world: &World, part: &Tensor, whole: &Tensor) -> Result<()> {
-    for (piece, mut own) in pieces(world, whole, part) {
-        let Some(places) = piece else { return world.reduce_scatter(&mut part.shallow_clone(), whole) };
-        world.reduce_scatter(&mut own, &Tensor::cat(&places, 0))?;
-    }
-    Ok(())
+/// A piece of a vector, which goes in one collective.
+#[derive(Debug)]
+struct Piece {
+    /// Its places in the parts of all ranks, in the order of ranks; the whole vector alone, if it is not large.
+    places: Vec<Tensor>,
+    /// Its place in this rank's part.
+    part: Tensor,
 }
 
-/// The pieces in which a large vector on the CPU is gathered or summed: for each, its places in the parts of all ranks, and in
-/// this rank's `part`. A single one without places if it is not large.
-fn pieces(world: &World, whole: &Tensor, part: &Tensor) -> Vec<(Option<Vec<Tensor>>, Tensor)> {
-    let (len, own, size) = (whole.numel() as i64, part.numel() as i64, world.size() as i64);
-    if size == 1 || len <= 2 * AT_ONCE || whole.device() != Device::Cpu {
-        return vec![(None, part.shallow_clone())];
+impl Piece {
+    /// The vector of all ranks' numbers that the collective reads or fills: a copy, where the places lie apart.
+    fn joined(&self, collective: Collective) -> Tensor {
+        match (self.places.as_slice(), collective) {
+            ([whole], _) => whole.shallow_clone(),
+            (places, Collective::ReduceScatter) => Tensor::cat(places, 0),
+            (places, Collective::AllGather) => {
+                let len = (self.part.numel() * places.len()) as i64;
+                Tensor::empty([len], (self.part.kind(), self.part.device()))
+            }
+        }
     }
-    let most = (AT_ONCE / size).max(1);
-    let piece = |from: i64| {
-        let count = most.min(own - from);
-        let places = (0..size).map(|rank| whole.narrow(0, rank * own + from, count)).collect();
-        (Some(places), part.narrow(0, from, count))
+
+    /// Copies what the collective has gathered to its places.
+    fn store(mut self, collective: Collective, joined: &Tensor) {
+        if collective == Collective::AllGather && self.places.len() > 1 {
+            let parts = joined.chunk(self.places.len() as i64, 0);
+            self.places.iter_mut().zip(parts).for_each(|(place, part)| tch::no_grad(|| place.copy_(&part)));
+        }
+    }
+
+    fn run(mut self, world: &World, collective: Collective) -> Result<()> {
+        let mut joined = self.joined(collective);
+        match collective {
+            Collective::AllGather => world.all_gather(&mut joined, &self.part),
+            Collective::ReduceScatter => world.reduce_scatter(&mut self.part, &joined),
+        }?;
+        self.store(collective, &joined);
+        Ok(())
+    }
+}
+
+/// Runs a collective of `whole` and this rank's `part` of it.
+fn run(world: &World, collective: Collective, whole: &Tensor, part: &Tensor) -> Result<()> {
+    pieces(world, whole, part).into_iter().try_for_each(|piece| piece.run(world, collective))
+}
+
+/// A collective in progress. Of a vector that goes in several pieces the first is: all at once would take as much memory as the vector.
+#[derive(Debug)]
+struct Transfer {
+    collective: Collective,
+    work: Work,
+    first: Piece,
+    joined: Tensor,
+    rest: VecDeque<Piece>,
+}
+
+impl Transfer {
+    /// Starts a collective of `whole` and this rank's `part` of it, which stay as they are until it is waited for.
+    fn start(world: &World, collective: Collective, whole: &Tensor, part: &Tensor) -> Result<Self> {
+        let mut rest = VecDeque::from(pieces(world, whole, part));
+        let first = rest.pop_front().expect("a vector has a piece");
+        let joined = first.joined(collective);
+        let work = match collective {
+            Collective::AllGather => world.start_all_gather(&joined, &first.part),
+            Collective::ReduceScatter => world.start_reduce_scatter(&first.part, &joined),
+        }?;
+        Ok(Self { collective, work, first, joined, rest })
+    }
+
+    /// Waits for the first piece, and runs the others.
+    fn wait(self, world: &World) -> Result<()> {
+        self.work.wait()?;
+        self.first.store(self.collective, &self.joined);
+        self.rest.into_iter().try_for_each(|piece| piece.run(world, self.collective))
+    }
+}
+
+/// The pieces in which a vector is gathered or summed: several of a large one on the CPU.
+fn pieces(world: &World, whole: &Tensor, part: &Tensor) -> Vec<Piece> {
+    let (whole_len, part_len, size) = (whole.numel() as i64, part.numel() as i64, world.size() as i64);
+    if size == 1 || whole_len <= 2 * AT_ONCE || whole.device() != Device::Cpu {
+        return vec![Piece { places: vec![whole.shallow_clone()], part: part.shallow_clone() }];
+    }
+    let longest = (AT_ONCE / size).max(1);
+    let piece = |start: i64| {
+        let len = longest.min(part_len - start);
+        let places = (0..size).map(|rank| whole.narrow(0, rank * part_len + start, len)).collect();
+        Piece { places, part: part.narrow(0, start, len) }
     };
-    (0..own).step_by(most as usize).map(piece).collect()
+    (0..part_len).step_by(longest as usize).map(piece).collect()
 }
 
 /// The parameters of each unit with their layer, the root first. Below stage 3 only trained parameters.
@@ -348,8 +464,8 @@ pub(super) fn unit_params(
     let divides = |param: &&Param| !param.is_quantized() && (stage.shards_parameters() || param.tensor.requires_grad());
     for param in params.iter().filter(divides) {
         let key = (layer_of(&param.name), param.tensor.requires_grad(), param.tensor.kind());
-        match units.iter_mut().find(|(found, _)| *found == key) {
-            Some((_, of_unit)) => of_unit.push(param),
+        match units.iter_mut().find(|(unit_key, _)| *unit_key == key) {
+            Some((_, unit)) => unit.push(param),
             None => units.push((key, vec![param])),
         }
     }
