@@ -84,7 +84,8 @@ impl Place {
             .map_or(alone, |launch| Self { rank: launch.local_rank, ranks: launch.local_size })
     }
 
-    /// Returns the number of this rank's GPU among `count`. `sees_one_gpu`: the launcher may show each rank only its own GPU.
+    /// Returns the index of this rank's GPU among `count`. With `sees_one_gpu`, only one GPU is visible to this process, which may be this
+    /// rank's own.
     fn gpu(self, count: usize, sees_one_gpu: bool) -> Result<usize, String> {
         match self.rank {
             rank if rank < count => Ok(rank),

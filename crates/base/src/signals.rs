@@ -70,8 +70,8 @@ pub fn stop_on_signals() -> Result<()> {
     request_stop_on_signals(notify).map_err(Error::io("install", "a handler of signals"))
 }
 
-/// Installs a handler of the [`stopping_signals`]: the first signal requests a stop, and another one after a second at once ends the
-/// process and the programs that it started. `notify` is called before with the number of the request, from 1.
+/// Installs a handler of the [`stopping_signals`]: the first signal requests a stop; another one, a second later or more, ends the process
+/// and the programs that it started at once. Before the process ends, `notify` is called with the number of the request, from 1.
 ///
 /// # Errors
 /// If the handler cannot be installed.

@@ -773,12 +773,12 @@ fn other_inputs_under_the_same_names_are_refused_without_the_flag() {
     scratch.refuses(&format!("{line} --resume_with_changed_inputs"), 2, &["without resume_from_checkpoint"]);
 }
 
-/// An input of a run: a file of it with a text and another one in its place, what an error then begins with, and the path by which the command
-/// line names it, if it does, after the text before that.
+/// An input of a run: a file of it with a text and another one in its place, what an error then begins with, and the path by which the
+/// command line names it, if it does, after the text before that.
 type InputOfRun = (&'static str, [&'static str; 2], &'static str, Option<(&'static str, &'static str)>);
 
-/// Changes each of the inputs of a finished run, which then does not resume, and moves each that the command line `words` names, after which it
-/// does; `beside` are files that move with others.
+/// Changes each of the inputs of a finished run, which then does not resume, and moves each that the command line `words` names, after
+/// which it does; `companions` are files that move with others.
 fn changes_and_moves(scratch: &Scratch, words: &[&str], inputs: &[InputOfRun], companions: &[[&str; 2]]) {
     let run = |words: &[String]| scratch.run_with("", &words.iter().map(String::as_str).collect::<Vec<_>>());
     let words: Vec<String> = words.iter().map(|word| String::from(*word)).collect();

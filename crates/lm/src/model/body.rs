@@ -79,8 +79,8 @@ pub enum Trains {
 /// The least number of elements of a matrix that is trained in bf16.
 pub(crate) const LEAST_IN_BF16: usize = 4096;
 
-/// Whether a parameter is held in bf16 if weights are trained in bf16: a matrix or embedding of at least [`LEAST_IN_BF16`] elements. Vectors and
-/// heads are computed in f32.
+/// Whether a parameter is held in bf16 if weights are trained in bf16: a matrix or embedding of at least [`LEAST_IN_BF16`] elements.
+/// Vectors and heads are computed in f32.
 pub(crate) fn holds_in_bf16(name: &str, shape: &[i64]) -> bool {
     shape.len() >= 2 && shape.iter().product::<i64>() >= LEAST_IN_BF16 as i64 && !lora::is_head(name)
 }
@@ -391,8 +391,8 @@ impl Body {
     /// Merges the adapter into weights that were quantized when they were read: the adapter is added to the weights of the files, and the
     /// sum is quantized again. Does nothing for other weights.
     ///
-    /// Quantized values are on a grid, and most of what an adapter adds is smaller than half a step of it: added to these values it would be
-    /// lost.
+    /// Quantized values are on a grid, and most of what an adapter adds is smaller than half a step of it: added to these values it would
+    /// be lost.
     ///
     /// # Errors
     /// If a file cannot be read.
@@ -550,14 +550,15 @@ impl Body {
         Ok(Gathered { guard: Some(self.shards().gather_all()?), body: self, head })
     }
 
-    /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone must be reported
-    /// before: once a pass has started, the other ranks take part in it.
+    /// Starts a pass; `head` is the linear head, which computes from the hidden states. Errors that one rank can find alone must be
+    /// reported before: once a pass has started, the other ranks take part in it.
     pub(super) fn start_pass<'a>(&'a self, kind: PassKind, head: Option<&'a Linear>) -> Result<Pass<'a>> {
         let loaded = self.offloaded.get().map(Offloaded::in_use).transpose()?;
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
     }
 
-    /// Whether the model is on a GPU that can record its decoding steps as a CUDA graph: each step does the same work with the same tensors.
+    /// Whether the model is on a GPU that can record its decoding steps as a CUDA graph: each step does the same work with the same
+    /// tensors.
     pub(super) fn has_recordable_steps(&self) -> bool {
         self.device.is_cuda()
             && !plain()
@@ -566,8 +567,8 @@ impl Body {
             && self.decoder.has_recordable_steps()
     }
 
-    /// Offloads the parameters of a frozen model between their uses, except those that it shares with another model. Does nothing if they are
-    /// offloaded already or divided over ranks. `name` names the model in errors.
+    /// Offloads the parameters of a frozen model between their uses, except those that it shares with another model. Does nothing if they
+    /// are offloaded already or divided over ranks. `name` names the model in errors.
     ///
     /// # Errors
     /// If there is not enough memory or disk space for them.
@@ -677,8 +678,8 @@ impl Body {
         }
     }
 
-    /// The layout of an encoder-decoder. The encoder reads each different prompt once; the decoder reads the token `start` and the response, up
-    /// to the last token that the outputs depend on.
+    /// The layout of an encoder-decoder. The encoder reads each different prompt once; the decoder reads the token `start` and the
+    /// response, up to the last token that the outputs depend on.
     fn paired_layout<S: AsRef<[i64]>>(
         &self,
         batch: &Batch<'_, S>,
@@ -764,8 +765,9 @@ impl Body {
 /// The longest row, in tokens, for which attention scores without a kernel are counted: they grow with the square of a row's length.
 const USUAL_ROW: usize = 1024;
 
-/// Memory per token in a row of usual length, in numbers of the compute dtype: what an attention layer stores, what a layer with a recurrent or
-/// convolutional state stores, and what the backward pass of one layer takes besides: the attention scores, or a state's gradients.
+/// Memory per token in a row of usual length, in numbers of the compute dtype: what an attention layer stores, what a layer with a
+/// recurrent or convolutional state stores, and what the backward pass of one layer takes besides: the attention scores, or what a
+/// recurrent or convolutional layer takes.
 fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
     let row = c.max_position_embeddings.clamp(1, USUAL_ROW);
     let (kind, count) = (compute.elt_size_in_bytes() as f64, row as f64);
@@ -786,14 +788,14 @@ fn mixed_numbers(c: &Shape, (compute, device): (Kind, Device)) -> [i64; 3] {
         has_kernels: uses_kernels(compute, device),
         trains: true,
     };
-    let [mixing_numbers, working_numbers] = c.mixing.map_or([0, 0], |mixing| {
+    let [mixing_numbers, mixing_working] = c.mixing.map_or([0, 0], |mixing| {
         [mixing.stored_bytes(c.hidden_size, pass), mixing.working_bytes(c.hidden_size, pass)].map(numbers)
     });
-    [attention_numbers + gate, mixing_numbers, score_numbers.max(working_numbers)]
+    [attention_numbers + gate, mixing_numbers, score_numbers.max(mixing_working)]
 }
 
-/// Bytes per token of norms in a layer whose attention has no kernel, in addition to the inputs of two norms: the numbers that libtorch's norms
-/// store, the norms of queries, keys and values, and the inputs of norms after a branch.
+/// Bytes per token of norms in a layer whose attention has no kernel, in addition to the inputs of two norms: the numbers that libtorch's
+/// norms store, the norms of queries, keys and values, and the inputs of norms after a branch.
 fn stored_by_plain_norms(c: &Shape, (compute, device): (Kind, Device)) -> f64 {
     if PlainAttention::of(c, compute, device).is_none() {
         return 0.0;
@@ -807,12 +809,13 @@ fn stored_by_plain_norms(c: &Shape, (compute, device): (Kind, Device)) -> f64 {
     2.0 * hidden * normalized + after_branches + head_norms * (normalized + if kind < 4.0 { 4.0 + kind } else { 4.0 })
 }
 
-/// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` whose products are of this dtype on this device.
+/// Activation bytes per token of a forward pass with gradients, of a model of the shape `c` whose products are of this dtype on this
+/// device.
 pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkpointing: bool) -> usize {
     let kind = place.0.elt_size_in_bytes() as i64;
     let stream = c.hidden_size * 4;
     // The mean over the layers.
-    let [attention_numbers, mixing_numbers, score_numbers] = mixed_numbers(c, place);
+    let [attention_numbers, mixing_numbers, working_numbers] = mixed_numbers(c, place);
     let mixing_layers = c.num_hidden_layers - c.attention_layers();
     let heads =
         (c.attention_layers() * attention_numbers + mixing_layers * mixing_numbers) / c.num_hidden_layers.max(1);
@@ -829,15 +832,15 @@ pub(super) fn activation_bytes(c: &Shape, place: (Kind, Device), gradient_checkp
         // Scores of contents and positions, for the keys of a long text.
         layer += 5 * 4 * c.num_attention_heads * c.max_position_embeddings.min(1 << 13) as i64;
     }
-    // With a trained bias by distance, each layer stores its scores. The biases, their gradients and the scores of one backward pass come on
-    // top; their number is measured.
+    // With a trained bias by distance, each layer stores its scores. The biases, their gradients and the scores of one backward pass come
+    // on top; their number is measured.
     let width = c.max_position_embeddings.min(1 << 13) as i64;
     let scores = if c.relative_bias.is_some() { 4 * c.num_attention_heads * width } else { 0 };
     // A token is in one of the two stacks of an encoder-decoder.
     let layers = c.num_hidden_layers.max(c.encoder_layers.unwrap_or(0));
     let stored = if gradient_checkpointing { layers * stream + layer } else { layers * (layer + scores) };
     let input_bytes = 2 * stored_inputs(c) as i64;
-    (stored + score_numbers * kind + input_bytes + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
+    (stored + working_numbers * kind + input_bytes + if gradient_checkpointing { 7 } else { 2 } * scores) as usize
 }
 
 #[cfg(test)]

@@ -29,7 +29,8 @@ pub(super) struct CachedHeads {
 
 /// The keys and values of the rows that are decoded, preallocated.
 ///
-/// The keys and values of each layer that has its own are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity + p.
+/// The keys and values of each layer that has its own are [rows * capacity, kv_heads * head_dim]; row r's position p lies at r * capacity +
+/// p.
 pub struct KvCache {
     /// Keys and values; of no positions in layers that have a state instead.
     layers: Vec<(Tensor, Tensor)>,
@@ -62,7 +63,7 @@ pub struct KvCache {
     last_step: Option<LastStep>,
 }
 
-/// The last step, which later steps can repeat.
+/// The last step; later steps replay it if it was recorded.
 struct LastStep {
     /// Number of positions that it attends to.
     width: i64,
@@ -90,9 +91,9 @@ enum NextStep {
 }
 
 impl NextStep {
-    /// Decides how to get the logits of a step that attends to `width` positions, when `left` steps of this width remain, this one included. `last`
-    /// is the width of the last step and whether it was recorded. A step is recorded only after one of its width was computed, which loads
-    /// CUDA's kernels.
+    /// Decides how to get the logits of a step that attends to `width` positions, when `left` steps of this width remain, this one
+    /// included. `last` is the width of the last step and whether it was recorded. A step is recorded only after one of its width was
+    /// computed, which loads CUDA's kernels.
     fn after(last: Option<(i64, bool)>, width: i64, left: i64) -> Self {
         match last {
             Some((last_width, true)) if last_width == width => Self::Replay,
@@ -198,8 +199,8 @@ fn has_memory_to_record(device: usize) -> bool {
 }
 
 impl KvCache {
-    /// Creates an empty cache for layers with these heads; `states` has the sizes of the state of each layer that has one in place of keys and
-    /// values.
+    /// Creates an empty cache for layers with these heads; `states` has the sizes of the state of each layer that has one in place of keys
+    /// and values.
     pub(super) fn new(
         layer_heads: &[CachedHeads],
         states: &[Option<StateShape>],
@@ -309,8 +310,8 @@ impl KvCache {
         out.reshape([queries.size()[0], -1])
     }
 
-    /// Distances of each row's cached tokens from its new one, at most 0 where there is a token, `[rows, 1, width]` i64; `[1, 1, width]` if all
-    /// rows have equally many tokens.
+    /// Distances of each row's cached tokens from its new one, at most 0 where there is a token, `[rows, 1, width]` i64; `[1, 1, width]` if
+    /// all rows have equally many tokens.
     pub fn distances(&self) -> Tensor {
         let filled = self.filled.as_ref().expect("a step has begun");
         let width = self.longest();
@@ -391,8 +392,8 @@ impl KvCache {
         self.history.is_none() && self.source.is_none()
     }
 
-    /// Prepares the cache for further tokens in some rows: `counts[i]` of them in row `rows[i]`, each row once. Returns the positions of the tokens,
-    /// row after row, `[N]` i64; the decoder calls it once per forward pass.
+    /// Prepares the cache for further tokens in some rows: `counts[i]` of them in row `rows[i]`, each row once. Returns the positions of
+    /// the tokens, row after row, `[N]` i64; the decoder calls it once per forward pass.
     pub fn begin_appended(&mut self, rows: &[usize], counts: &[usize]) -> Tensor {
         let appended = rows.iter().zip(counts).map(|(&row, &count)| {
             let start = self.lens[row];
@@ -410,8 +411,8 @@ impl KvCache {
         on_device(&positions, self.device)
     }
 
-    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim]. `new`: the tokens' keys
-    /// and values, unless the layer uses those of another.
+    /// Attention of the appended tokens, `queries` [N, heads, head_dim], to their rows; returns [N, heads * head_dim]. `new`: the tokens'
+    /// keys and values, unless the layer uses those of another.
     pub fn attend_appended(
         &mut self,
         layer: usize,
@@ -445,8 +446,8 @@ impl KvCache {
         Tensor::cat(&rows.collect::<Vec<_>>(), 0)
     }
 
-    /// Takes back the last token of each of `rows`, which have one. The next step writes to its position again and must have the same token,
-    /// since the layers' states keep it.
+    /// Takes back the last token of each of `rows`, which have one. The next step writes to its position again and must have the same
+    /// token, since the layers' states keep it.
     pub fn step_back(&mut self, rows: &[usize]) {
         rows.iter().for_each(|&row| self.lens[row] -= 1);
         if self.states.hold(rows, self.lens.len(), self.device) {
@@ -469,16 +470,16 @@ impl KvCache {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// Number of positions of each row that a step attends to if the longest row has `longest` tokens after it. Positions without a token are
-    /// masked.
+    /// Number of positions of each row that a step attends to if the longest row has `longest` tokens after it. Positions without a token
+    /// are masked.
     fn width(&self, longest: i64) -> i64 {
         ((longest as u64).next_multiple_of(self.multiple as u64) as i64).min(self.capacity)
     }
 
     /// The logits after one more token in every row, `tokens` `[rows]` i64. `step` computes them from the tokens and this cache.
     ///
-    /// With `records`, the work of a step is recorded once as a CUDA graph, and replayed for later steps: `step` must then do the same work in
-    /// each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
+    /// With `records`, the work of a step is recorded once as a CUDA graph, and replayed for later steps: `step` must then do the same work
+    /// in each step, and neither wait for the GPU nor copy anything to it. The logits are valid until the next step.
     ///
     /// # Errors
     /// If `step` fails, or CUDA does.
@@ -516,8 +517,8 @@ impl KvCache {
         Ok(logits)
     }
 
-    /// Records the next step, whose logits have the shape and dtype of the last step's. If recording fails, nothing of the step has run, and it
-    /// is computed as usual.
+    /// Records the next step, whose logits have the shape and dtype of the last step's. If recording fails, nothing of the step has run,
+    /// and it is computed as usual.
     fn record(&mut self, device: usize, tokens: &Tensor, step: &impl Fn(&Tensor, &mut Self) -> Result<Tensor>) {
         let Some(last) = &self.last_step else { return };
         // Allocated outside the recording, whose memory other graphs use too.
@@ -577,8 +578,8 @@ impl KvCache {
         self.attend_step(layer, scores, &queries, None, None)
     }
 
-    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `new`: the
-    /// token's key and value, unless the layer uses those of another.
+    /// Attention of one new token per row, `queries` [rows, heads, head_dim], to its whole row; returns [rows, heads * head_dim]. `new`:
+    /// the token's key and value, unless the layer uses those of another.
     ///
     /// `bias` [rows or 1, heads, 1, width], if there is one, is added to the scores; it has -inf where there is no token.
     pub fn attend_step(

@@ -57,7 +57,7 @@ pub fn state_bytes(optim: Optim, tensor: &TrainedTensor) -> usize {
     }
 }
 
-/// Upper bounds of the sizes in bytes of the tensors of a parameter's state.
+/// Sizes in bytes whose sum is at least that of the tensors of a parameter's state.
 pub(super) fn sizes(optim: Optim, param: &Param) -> impl Iterator<Item = usize> + use<> {
     // Each of up to four tensors begins at a round address.
     const ROUNDING: [usize; 4] = [1; 4];

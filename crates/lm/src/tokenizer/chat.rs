@@ -35,7 +35,7 @@ impl ChatTemplate {
     pub(super) fn new(file: PathBuf, source: &str) -> Self {
         let compiled = Program::compile(marked_blocks(&unix_lines(source)), &SYNTAX);
         let compiled = compiled.map(Arc::new).map_err(|e| explain(&e));
-        Self { file, source: source.to_string(), compiled, date: date::at_load() }
+        Self { file, source: source.to_string(), compiled, date: date::load_date() }
     }
 
     /// Whether the two templates have the same source.
@@ -141,7 +141,7 @@ impl ChatTemplate {
         let context = Item::from(Serde(&context));
         let begin = || {
             MARK.set(Some(mark.to_string()));
-            date::set_of_rendered(self.date);
+            date::set_render_date(self.date);
         };
         // The row may be at fault as well as the template, so the caller adds the row's place.
         program

@@ -7,9 +7,9 @@ use std::cell::Cell;
 
 thread_local! {
     /// The date of the tokenizers that this thread loads.
-    static OF_LOADED: Cell<Option<DateTime>> = const { Cell::new(None) };
+    static LOAD_DATE: Cell<Option<DateTime>> = const { Cell::new(None) };
     /// The date of the text that this thread renders.
-    static OF_RENDERED: Cell<Option<DateTime>> = const { Cell::new(None) };
+    static RENDER_DATE: Cell<Option<DateTime>> = const { Cell::new(None) };
 }
 
 /// Gives the chat templates of the tokenizers that this thread loads, as long as it exists, one date: a run that is resumed on another day
@@ -25,13 +25,13 @@ impl FixedDate {
     pub fn new(date: &str) -> Result<Self> {
         let read =
             date.parse::<DateTime>().map_err(|e| Error::Run(format!("date of chat templates: {date:?}: {e}")))?;
-        Ok(Self(OF_LOADED.replace(Some(read))))
+        Ok(Self(LOAD_DATE.replace(Some(read))))
     }
 }
 
 impl Drop for FixedDate {
     fn drop(&mut self) {
-        OF_LOADED.set(self.0);
+        LOAD_DATE.set(self.0);
     }
 }
 
@@ -42,17 +42,17 @@ pub fn now() -> String {
 
 /// Returns the date of the current [`FixedDate`], if there is one.
 pub fn fixed() -> Option<String> {
-    at_load().map(|date| date.to_string())
+    load_date().map(|date| date.to_string())
 }
 
 /// Returns the date for templates that are loaded now on this thread; none for the system's.
-pub(super) fn at_load() -> Option<DateTime> {
-    OF_LOADED.get()
+pub(super) fn load_date() -> Option<DateTime> {
+    LOAD_DATE.get()
 }
 
 /// Sets the date that a rendering on this thread reads; none for the system's.
-pub(super) fn set_of_rendered(date: Option<DateTime>) {
-    OF_RENDERED.set(date);
+pub(super) fn set_render_date(date: Option<DateTime>) {
+    RENDER_DATE.set(date);
 }
 
 /// The function `strftime_now`: Python's `datetime.now().strftime(format)`, which knows no time zone.
@@ -60,7 +60,7 @@ pub(super) fn set_of_rendered(date: Option<DateTime>) {
 /// # Errors
 /// If the format is malformed.
 pub(super) fn strftime_now(format: &str) -> std::result::Result<String, jiff::Error> {
-    let date = OF_RENDERED.get().unwrap_or_else(local_now);
+    let date = RENDER_DATE.get().unwrap_or_else(local_now);
     jiff::fmt::strtime::format(format.replace("%Z", "").replace("%z", ""), date)
 }
 
@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn a_date_has_no_zone_as_in_python() {
-        set_of_rendered(Some("2024-02-29T23:59:58".parse().unwrap()));
+        set_render_date(Some("2024-02-29T23:59:58".parse().unwrap()));
         assert_eq!(strftime_now("%d %b %Y %H:%M%z%Z").unwrap(), "29 Feb 2024 23:59");
-        set_of_rendered(None);
+        set_render_date(None);
     }
 }

@@ -40,7 +40,7 @@ pub(super) fn fields(name: &str) -> Vec<Field> {
     }
 }
 
-/// Returns the settings of the commands that read a file that have a default, and of which `none` is a value too.
+/// Returns the settings that have a default and also accept `none`, of the commands that read a file.
 pub(super) fn optional_with_default(rlhf: &Command) -> Vec<&'static str> {
     let optional_names = |name: &str| {
         let command = rlhf.find_subcommand(name).expect("it is a command");

@@ -36,7 +36,7 @@ pub(super) fn translated(
     Translated { preset: preset_settings(name, preset, settings), forced }
 }
 
-/// Replaces null in a file by `none` for settings that have this value, also in a section. Any other null stands for the default.
+/// Replaces null in a file by `none` for settings of which `none` is a value, also in a section. Any other null stands for the default.
 pub(super) fn name_nulls(rlhf: &Command, settings: &mut [Setting]) {
     let nulls: Vec<&mut Setting> = settings.iter_mut().filter(|setting| setting.values.is_empty()).collect();
     if nulls.is_empty() {
@@ -92,8 +92,8 @@ pub(super) fn selected_preset(flags: &ArgMatches, settings: &[Setting]) -> Optio
     }
 }
 
-/// Returns the preset's settings for `command`, except those that `settings` set to null and that have the value `none`. Any other null
-/// stands for the default, which is the preset's.
+/// Returns the preset's settings for `command`, except those that `settings` set to null and for which `none` is a value. Any other
+/// null stands for the default, which is the preset's.
 pub(super) fn preset_settings(command: &str, preset: Option<Preset>, settings: &[Setting]) -> Vec<Setting> {
     let Some(preset) = preset else { return Vec::new() };
     type Plain = fn() -> Command;

@@ -131,7 +131,7 @@ fn cpu_finding(info: &str, capability: Option<&str>, plain: bool) -> Finding {
         .into_iter()
         .filter_map(|(flag, name)| flags.contains(flag).then_some(name))
         .collect();
-    // As in oneDNN, which uses besides the sets of `extra`: AVX-512, or the instructions of later processors without it.
+    // As oneDNN does: besides the sets of `extra` it uses AVX-512, or the instructions of later processors without it.
     let multiplies_bf16 = has(SETS[0].2) || flags.contains("avx_ne_convert");
     let more = if !extra.is_empty() {
         format!("; {} for bf16 products", extra.join(", "))

@@ -30,7 +30,7 @@ impl Failure {
         Self { kind: "usage", setting: Some(setting.into()), message: one_line(&message.into()).into_owned() }
     }
 
-    /// A method that neither the loop nor every session has.
+    /// The failure of a request for an unknown method: it belongs neither to the loop, whose methods are `known`, nor to every session.
     pub(super) fn unknown(method: &str, known: &[&str]) -> Self {
         let known = [&["hello", "open", "stop"], known].concat().join(", ");
         Self::usage("method", format!("method: expected one of {known}, found {method}"))

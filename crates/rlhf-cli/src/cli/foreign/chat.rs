@@ -132,11 +132,14 @@ fn adapters(
             // DeepSpeed-Chat scales an adapter's product by 1 / rank.
             settings.push((rank_flag.clone(), "lora_alpha", "1".into()));
         }
+        // A default has the place of the rank, by which it applies.
+        let source = |flag: &str| flag_value(prefix, flag).map_or(rank_flag.clone(), |_| format!("{prefix}{flag}"));
+        let (targets_flag, lora_rate_flag) = (source("lora_module_name"), source("lora_learning_rate"));
         settings.extend([
             (rank_flag.clone(), *peft, "true".to_string()),
-            (rank_flag, *r, rank.to_string()),
-            (format!("{prefix}lora_module_name"), *targets, value_or("lora_module_name", "decoder.layers.")),
-            (format!("{prefix}lora_learning_rate"), *rate, lora_rate),
+            (rank_flag.clone(), *r, rank.to_string()),
+            (targets_flag, *targets, value_or("lora_module_name", "decoder.layers.")),
+            (lora_rate_flag, *rate, lora_rate),
         ]);
     }
     let is_set = |key: &str| settings.iter().any(|(_, other, _)| *other == key);

@@ -69,7 +69,7 @@ pub(super) fn accelerate(path: &Path) -> Result<Content> {
     content.ranks = map.get("num_processes").and_then(Value::as_u64).map(|ranks| ranks as usize);
     if let Some(precision @ ("bf16" | "fp16")) = map.get("mixed_precision").and_then(Value::as_str) {
         let setting = if precision == "bf16" { "bf16" } else { "fp16" };
-        let line = KeyLines::of_yaml(&text).find_line("mixed_precision");
+        let line = find_top_line(&text, "mixed_precision");
         content.settings.push(ForeignSetting::new("mixed_precision", line, setting, "true"));
     }
     Ok(content)
@@ -125,7 +125,7 @@ const LAUNCH_KEYS: [(&str, &str); 5] = [
 ];
 
 impl LaunchFile {
-    /// Has refusals of flags that the file sets name its keys and lines, but for the flags that are `on_line`, which win.
+    /// Makes refusals of flags that the file sets name its keys and lines, except for flags that are `on_line`, which win.
     pub(in crate::cli) fn place(&self, refusals: &mut Refusals, on_line: impl Fn(&str) -> bool) {
         for LaunchPlace { key, flag, origin } in self.places.iter().filter(|place| !on_line(place.flag)) {
             refusals.call(flag, key, origin.clone());
@@ -140,7 +140,7 @@ impl LaunchFile {
 pub(in crate::cli) fn launch(path: &Path) -> Result<LaunchFile> {
     let (file_text, map) = yaml(path)?;
     let value = |key: &str| map.get(key).filter(|value| !value.is_null());
-    let line = |key: &str| KeyLines::of_yaml(&file_text).find_line(key);
+    let line = |key: &str| find_top_line(&file_text, key);
     let number = |key: &str, most: u64| match value(key) {
         None => Ok(None),
         Some(value) => match text(value).parse::<u64>().ok().filter(|&number| number <= most) {
@@ -203,20 +203,30 @@ impl<'t> KeyLines<'t> {
         let key = if self.are_quoted { format!("\"{key}\"") } else { key.to_string() };
         let start = self.position;
         let mut places = self.text[start..].match_indices(&key).map(|(at, key)| (start + at, start + at + key.len()));
-        if let Some((_, end)) = places.find(|&(start, end)| is_key(self.text, start, end)) {
+        if let Some((_, end)) = places.find(|&(start, end)| self.is_key(start, end)) {
             self.position = end;
         }
         self.text[..self.position].matches('\n').count() as u64 + 1
     }
+
+    /// Returns whether the bytes from `start` to `end` are a key: a whole word before a colon, outside of comments, which JSON does not
+    /// have.
+    fn is_key(&self, start: usize, end: usize) -> bool {
+        let before = self.text[..start].rsplit('\n').next().unwrap_or_default();
+        let is_comment = !self.are_quoted && (before.trim_start().starts_with('#') || before.contains(" #"));
+        let is_part = before.ends_with(|c: char| c.is_alphanumeric() || "_-.".contains(c));
+        let after = self.text[end..].trim_start_matches(['"', '\'']).trim_start();
+        after.starts_with(':') && !is_part && !is_comment
+    }
 }
 
-/// Returns whether the bytes from `start` to `end` of a JSON or YAML text are a key: a whole word before a colon, outside of comments.
-fn is_key(text: &str, start: usize, end: usize) -> bool {
-    let before = text[..start].rsplit('\n').next().unwrap_or_default();
-    let is_comment = before.trim_start().starts_with('#') || before.contains(" #");
-    let is_part = before.ends_with(|c: char| c.is_alphanumeric() || "_-.".contains(c));
-    let after = text[end..].trim_start_matches(['"', '\'']).trim_start();
-    after.starts_with(':') && !is_part && !is_comment
+/// Returns the line of the key `key` of the outermost map of a YAML text, counted from 1.
+fn find_top_line(text: &str, key: &str) -> u64 {
+    let is_key = |line: &str| {
+        let rest = line.trim_start_matches(['"', '\'']).strip_prefix(key);
+        rest.is_some_and(|rest| rest.trim_start_matches(['"', '\'']).trim_start().starts_with(':'))
+    };
+    text.lines().position(is_key).map_or(1, |index| index as u64 + 1)
 }
 
 /// Returns the settings of `map` by the keys of `system` in the table; `lines` are those of its text.

@@ -82,7 +82,10 @@ impl Line<'_> {
             refusals.about_too(&setting.key);
             return;
         }
-        refusals.call_as(&setting.key, name, !is_same);
+        if !self.on_line(&setting.key) {
+            // The command line wins: refusals are about its value.
+            refusals.call_as(&setting.key, name, !is_same);
+        }
         settings.push(setting);
     }
 

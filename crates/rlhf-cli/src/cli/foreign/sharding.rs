@@ -60,11 +60,11 @@ impl Layers<'_> {
                     ("offload_optimizer", "true")
                 }
                 _ => {
-                    let line = format!(
+                    let message = format!(
                         "fsdp = {}: expected full_shard, shard_grad_op or no_shard, with auto_wrap or offload",
                         word.value
                     );
-                    return self.messages.refusals.say(word.flag, line);
+                    return self.messages.refusals.say(word.flag, message);
                 }
             };
             self.set(&Place::Flag(word.flag), &ForeignSetting::new(format!("fsdp = {name}"), 1, setting, value));
@@ -91,13 +91,13 @@ impl Layers<'_> {
             }
             match &deepspeed {
                 Some((flag, other)) if other != path => {
-                    let line = format!(
+                    let message = format!(
                         "{} = {} and {flag} = {} exclude each other: give one of them",
                         word.flag,
                         word.value,
                         other.display()
                     );
-                    self.messages.refusals.say(word.flag, line);
+                    self.messages.refusals.say(word.flag, message);
                 }
                 _ => deepspeed = Some((word.flag, path.to_path_buf())),
             }
@@ -135,21 +135,21 @@ impl Layers<'_> {
     /// Notes that a command starts no ranks, where the file asks for more than there are.
     fn note_ranks(&mut self, word: &Word<'_>, ranks: Option<usize>) {
         if let Some(ranks) = ranks.filter(|&ranks| ranks > num_ranks()) {
-            let line = format!(
+            let message = format!(
                 "accelerate_config = {}: it asks for {ranks} processes, and there are {}: rlhf launch --nproc_per_node {ranks} {} ... \
                  starts them",
                 word.value,
                 num_ranks(),
                 self.command.get_name()
             );
-            self.messages.notes.push(line);
+            self.messages.notes.push(message);
         }
     }
 
     fn refuse_file(&mut self, word: &Word<'_>, error: &Error, expected: &str) {
         let error = error.without_path();
-        let line = format!("{} = {}: {error}; expected none or {expected}", word.flag, word.value);
-        self.messages.refusals.say(word.flag, line);
+        let message = format!("{} = {}: {error}; expected none or {expected}", word.flag, word.value);
+        self.messages.refusals.say(word.flag, message);
     }
 
     /// Applies the content of a file.
@@ -161,11 +161,11 @@ impl Layers<'_> {
             self.refuse(place, line, message, Some("train_batch_size"));
         }
         // The fields of the loss scale count only with `fp16`, which may come after them in the file.
-        let (scale, others): (Vec<ForeignSetting>, Vec<ForeignSetting>) =
+        let (loss_scale, others): (Vec<ForeignSetting>, Vec<ForeignSetting>) =
             content.settings.into_iter().partition(|setting| setting.needs_fp16);
         others.iter().for_each(|setting| self.set(place, setting));
         if self.value("fp16").is_some_and(|value| is_equal(&value, "true")) {
-            scale.iter().for_each(|setting| self.set(place, setting));
+            loss_scale.iter().for_each(|setting| self.set(place, setting));
         }
         if let (Place::File(path), false) = (place, content.unknown.is_empty()) {
             let names: Vec<String> = content.unknown.iter().map(|name| format!("`{name}`")).collect();

@@ -191,11 +191,11 @@ impl Line<'_> {
             }
         }
         let compares = self.is_set("eval_steps", settings) || self.is_set("save_steps", settings);
-        let every = self.find("compare_steps").map(ForeignFlag::word).filter(|word| word != "none");
-        let every = every.as_deref().unwrap_or("1");
+        let compared = self.find("compare_steps").filter(|flag| flag.word() != "none");
+        let (name, every) = compared.map_or((IF_BEST, "1".to_string()), |flag| ("compare_steps", flag.word()));
         let fixed = [("push_to_hub", "true"), ("hub_strategy", "best"), ("metric_for_best_model", "objective/scores")];
         let fixed = fixed.map(|(key, value)| (IF_BEST, key, value));
-        let saves = [("compare_steps", "save_steps", every), (IF_BEST, "save_total_limit", "1")];
+        let saves = [(name, "save_steps", every.as_str()), (IF_BEST, "save_total_limit", "1")];
         for (name, key, value) in fixed.into_iter().chain(saves.into_iter().filter(|_| !compares)) {
             if !self.is_set(key, settings) {
                 self.set(name, Setting::new(key, vec![value.into()]), settings, refusals);
