@@ -1065,8 +1065,8 @@ mod tests {
                     assert_eq!(found.top.len(), k);
                     assert!(found.top.is_sorted_by(|a, b| a.1 >= b.1) && found.top.iter().all(|(_, x)| *x < 0.0));
                     assert!(found.top.iter().zip(&whole.top).all(|(a, b)| (a.1 - b.1).abs() < 1e-5), "{found:?}");
-                    let own = found.top.iter().find(|(id, _)| *id == token.id);
-                    assert!(own.is_none_or(|(_, logprob)| *logprob == found.logprob), "{found:?}");
+                    let same = found.top.iter().find(|(id, _)| *id == token.id);
+                    assert!(same.is_none_or(|(_, logprob)| *logprob == found.logprob), "{found:?}");
                 }
             }
         }

@@ -496,14 +496,14 @@ mod tests {
         for name in ["llama_tied", "lfm2", "qwen3_5"] {
             let model = golden_model(name);
             let config = GenerationConfig { max_new_tokens: 56, ..config(&model) };
-            let of = |every: usize| {
+            let run = |every: usize| {
                 let mut script = Script { few: 9, every, ..Script::new(1, false) };
                 generate_turns(&model, &prompts(), &config, &mut script).unwrap()
             };
-            let at_once = of(1);
+            let at_once = run(1);
             assert!(at_once.iter().any(|response| response.inserted.iter().any(|span| span.len() > 16)), "{name}");
             for every in [2, 3, 7] {
-                for (late, at_once) in of(every).iter().zip(&at_once) {
+                for (late, at_once) in run(every).iter().zip(&at_once) {
                     assert_eq!((&late.tokens, &late.logprobs), (&at_once.tokens, &at_once.logprobs), "{name}, {every}");
                 }
             }
