@@ -437,11 +437,11 @@ mod tests {
     #[test]
     fn a_refilled_batch_has_at_most_its_rows_and_each_step_has_more_responses() {
         let (model, _) = golden_model("llama_tied");
-        let prompts: Vec<Vec<i64>> = (0..40).map(|row| prompts()[row % 9].clone()).collect();
+        let prompts: Vec<Vec<i64>> = (0..120).map(|row| prompts()[row % 9].clone()).collect();
         let config = config(&model, 8);
         // Number of passes, and of the rows in them.
         let steps = |mut waiting: Waiting<'_>| {
-            let (mut passes, mut tokens) = (0, 0);
+            let (mut passes, mut tokens) = (0usize, 0usize);
             tch::no_grad(|| {
                 while let Some(mut decoding) = waiting.start().unwrap() {
                     loop {
@@ -463,12 +463,12 @@ mod tests {
                     }
                 }
             });
-            (passes, f64::from(tokens as u32) / f64::from(passes))
+            (passes, tokens as f64 / passes as f64)
         };
         let waiting = || Waiting::new(&model, &prompts, &config, StopCheck::NEVER);
         let (refilled, full) = steps(waiting());
         let (batches, partly) = steps(waiting().without_refilling());
-        assert!(refilled * 3 < batches * 2 && full > 1.4 * partly, "{refilled} {batches} {full} {partly}");
+        assert!(refilled * 5 < batches * 4 && full > 1.25 * partly, "{refilled} {batches} {full} {partly}");
     }
 
     #[test]

@@ -821,7 +821,7 @@ mod tests {
                 Tensor::stack(&(0..12).map(step).collect::<Vec<_>>(), 1)
             };
             tch::no_grad(|| {
-                let (mut cache, _) = model.prefill(&prompts, 16, StopCheck::NEVER).unwrap();
+                let (mut cache, _) = model.prefill(&prompts, 24, StopCheck::NEVER).unwrap();
                 let _ = steps(&mut cache, [30, 40, 50]);
                 // As a response that is decoded beyond its end may leave it.
                 for (keys, values) in &cache.layers {
