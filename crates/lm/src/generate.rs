@@ -1,10 +1,13 @@
-//! Generation with a key-value cache: samples responses to ragged prompts. A response that stops leaves the batch.
+//! Generation with a key-value cache: samples responses to ragged prompts. A response that ends leaves its row to one that waits, and the
+//! batch once none waits.
 
 pub mod settings;
 mod turns;
+mod waiting;
 
 pub use settings::{LogprobsOf, SamplingConfig, StopToken};
 pub use turns::{Next, Turns, generate_turns};
+pub use waiting::refilled_rows;
 
 use crate::model::{CausalLm, KvCache, StopCheck, TokenSet, TopLogprobs, uses_kernels};
 use crate::tokenizer::Tokenizer;
@@ -15,6 +18,7 @@ use rlhf_base::{Error, Result};
 use std::ops::{ControlFlow, Range};
 use tch::{Device, Kind, Tensor};
 use tch_ext::on_device;
+use waiting::Waiting;
 
 /// Number of steps that a GPU decodes before the host reads the tokens: reading waits for the GPU, and tokens chosen after the
 /// end of a response are wasted work.
@@ -117,8 +121,8 @@ pub struct GenerationConfig {
     pub step: u64,
     /// Index of the first row, if the rows are part of a larger batch; else 0.
     pub first_row: u64,
-    /// Maximum number of rows, which are responses, decoded together. A group is decoded whole if it fits. Affects speed and memory,
-    /// and a token only where rounding changes a draw.
+    /// Maximum number of rows, which are responses, decoded together. Other responses wait, and take the rows of those that end. Affects
+    /// speed and memory, and a token only where rounding changes a draw.
     pub batch_size: usize,
 }
 
@@ -254,10 +258,10 @@ pub struct Alternatives {
 
 impl Alternatives {
     /// Copies the alternatives of each token to the host.
-    pub fn on_host(found: &TopLogprobs) -> Vec<Self> {
-        let logprobs = Vec::<f32>::try_from(&found.logprobs).expect("one number per token");
-        let ids = Vec::<i64>::try_from(found.top_ids.flatten(0, -1)).expect("k ids per token");
-        let top = Vec::<f32>::try_from(found.top_logprobs.flatten(0, -1)).expect("k numbers per token");
+    pub fn on_host(top_logprobs: &TopLogprobs) -> Vec<Self> {
+        let logprobs = Vec::<f32>::try_from(&top_logprobs.logprobs).expect("one number per token");
+        let ids = Vec::<i64>::try_from(top_logprobs.top_ids.flatten(0, -1)).expect("k ids per token");
+        let top = Vec::<f32>::try_from(top_logprobs.top_logprobs.flatten(0, -1)).expect("k numbers per token");
         let k = ids.len() / logprobs.len().max(1);
         let row = |(at, &logprob): (usize, &f32)| {
             let row = at * k..(at + 1) * k;
@@ -316,7 +320,7 @@ pub fn generate_with<P: AsRef<[i64]>>(
     config: &GenerationConfig,
     mut each: impl FnMut(&Token) -> ControlFlow<()>,
 ) -> Result<Vec<Response>> {
-    generate_by(steps_of(model), model, prompts, config, &mut each, StopCheck::NEVER)
+    generate_by(steps_on(model), model, prompts, config, &mut each, StopCheck::NEVER)
 }
 
 /// [`generate_with`], which is asked between the layers of a pass over prompts too whether it `ends`. It then is an error.
@@ -327,11 +331,11 @@ pub fn generate_until<P: AsRef<[i64]>>(
     mut each: impl FnMut(&Token) -> ControlFlow<()>,
     ends: StopCheck<'_>,
 ) -> Result<Vec<Response>> {
-    generate_by(steps_of(model), model, prompts, config, &mut each, ends)
+    generate_by(steps_on(model), model, prompts, config, &mut each, ends)
 }
 
 /// Number of steps after which tokens are read from the model's device.
-fn steps_of(model: &CausalLm) -> usize {
+fn steps_on(model: &CausalLm) -> usize {
     match model.device() {
         Device::Cuda(_) => STEPS_ON_GPU,
         _ => 1,
@@ -350,10 +354,10 @@ pub fn generate_on<P: AsRef<[i64]>>(
     prompts: &[P],
     config: &GenerationConfig,
 ) -> Result<Vec<Response>> {
-    let own = world.share(prompts.len());
-    let first_row = config.first_row + (own.start * config.num_return_sequences) as u64;
+    let share = world.share(prompts.len());
+    let first_row = config.first_row + (share.start * config.num_return_sequences) as u64;
     let config = GenerationConfig { first_row, ..config.clone() };
-    let responses = world.agree(generate(model, &prompts[own], &config))?;
+    let responses = world.agree(generate(model, &prompts[share], &config))?;
     Ok(world.gather(responses)?.into_iter().flatten().collect())
 }
 
@@ -367,29 +371,31 @@ fn generate_by<P: AsRef<[i64]>>(
     ends: StopCheck<'_>,
 ) -> Result<Vec<Response>> {
     check_fit(model, prompts, config)?;
-    let per_prompt = config.num_return_sequences;
-    let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * per_prompt];
-    let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
-    let batches = if config.max_new_tokens == 0 { Vec::new() } else { batches(&lens, config) };
-    for batch in batches {
-        let mut ended = false;
-        let mut each = |token: &Token| {
-            let flow = each(token);
-            ended |= flow.is_break();
-            flow
-        };
-        let done = tch::no_grad(|| {
-            let prefill = Prefill::new(model, prompts, &batch, config, ends)?;
-            generate_batch(steps, prefill, &mut each)
-        })?;
-        let rows = batch.iter().flat_map(|prompt| prompt * per_prompt..(prompt + 1) * per_prompt);
-        for (row, response) in rows.zip(done) {
-            responses[row] = Some(response);
+    let waiting = Waiting::new(model, prompts, config, ends);
+    generate_waiting(steps, waiting, prompts.len() * config.num_return_sequences, each)
+}
+
+/// Generates the `count` responses of `waiting`.
+fn generate_waiting(
+    steps: usize,
+    mut waiting: Waiting<'_>,
+    count: usize,
+    each: &mut Each<'_>,
+) -> Result<Vec<Response>> {
+    let config = waiting.config();
+    let mut responses: Vec<Option<Response>> = vec![None; count];
+    tch::no_grad(|| {
+        while let Some(mut decoding) = waiting.start()? {
+            let flow = decoding.run(steps, &mut waiting, each)?;
+            for (row, response) in decoding.finished() {
+                responses[row] = Some(response);
+            }
+            if flow.is_break() {
+                break;
+            }
         }
-        if ended {
-            break;
-        }
-    }
+        Ok::<_, Error>(())
+    })?;
     // Responses without tokens, or that were not started because `each` ended the generation, are empty.
     Ok(responses.into_iter().map(|response| response.unwrap_or_else(|| Response::empty(config))).collect())
 }
@@ -414,105 +420,6 @@ fn check_fit<P: AsRef<[i64]>>(model: &CausalLm, prompts: &[P], config: &Generati
         }));
     }
     Ok(())
-}
-
-/// Divides prompts of these lengths into batches of at most `batch_size` responses, or of one prompt. Prompts of similar length are
-/// in one batch: less of the cache is empty, and less attention is wasted on it.
-fn batches(lens: &[usize], config: &GenerationConfig) -> Vec<Vec<usize>> {
-    let mut order: Vec<usize> = (0..lens.len()).collect();
-    order.sort_by_key(|&prompt| lens[prompt]);
-    let at_once = (config.batch_size / config.num_return_sequences).max(1);
-    order.chunks(at_once).map(<[usize]>::to_vec).collect()
-}
-
-/// Generates the responses to the prompts of `prefill`, prompt after prompt; in parts of similar size if they are more than `batch_size`.
-/// Reads results from the device every `steps` steps. StopCheck early, with the responses of the parts so far, if `each` ends the generation.
-fn generate_batch(steps: usize, mut prefill: Prefill<'_>, each: &mut Each<'_>) -> Result<Vec<Response>> {
-    let mut responses = Vec::new();
-    for rows in prefill.parts() {
-        let (done, flow) = prefill.decoding(&rows).run(steps, each)?;
-        responses.extend(done);
-        if flow.is_break() {
-            break;
-        }
-    }
-    Ok(responses)
-}
-
-/// A batch of prompts in a cache, from which their responses are decoded.
-struct Prefill<'a> {
-    model: &'a CausalLm,
-    config: &'a GenerationConfig,
-    /// Index of each prompt among all of [`generate`].
-    batch: &'a [usize],
-    /// Tokens of each prompt.
-    prompts: Vec<&'a [i64]>,
-    /// One row per prompt; `None` once the last responses have it.
-    cache: Option<KvCache>,
-    /// Logits of the first token of the responses, `[prompts, vocab]`.
-    logits: Tensor,
-}
-
-impl<'a> Prefill<'a> {
-    fn new<P: AsRef<[i64]>>(
-        model: &'a CausalLm,
-        prompts: &'a [P],
-        batch: &'a [usize],
-        config: &'a GenerationConfig,
-        ends: StopCheck<'_>,
-    ) -> Result<Self> {
-        let prompts: Vec<&[i64]> = batch.iter().map(|&prompt| prompts[prompt].as_ref()).collect();
-        let (cache, logits) = model.prefill(&prompts, config.max_new_tokens, ends)?;
-        Ok(Self { model, config, batch, prompts, cache: Some(cache), logits })
-    }
-
-    /// The responses of the batch in parts of similar size, of at most `batch_size` each.
-    fn parts(&self) -> Vec<Vec<usize>> {
-        let count = self.batch.len() * self.config.num_return_sequences;
-        let parts = count.div_ceil(self.config.batch_size.max(1));
-        let rows: Vec<usize> = (0..count).collect();
-        rows.chunks(count.div_ceil(parts).max(1)).map(<[usize]>::to_vec).collect()
-    }
-
-    /// Starts decoding the responses `rows` of the batch, where the responses to a prompt are neighbours. The last response of the
-    /// batch takes the cache, so that the prefill of each layer is freed once it is copied.
-    fn decoding(&mut self, rows: &[usize]) -> Decoding<'a> {
-        let config = self.config;
-        let per_prompt = config.num_return_sequences;
-        let is_last = rows.last() == Some(&(self.batch.len() * per_prompt - 1));
-        let cache = if is_last { self.cache.take() } else { self.cache.as_ref().map(KvCache::shallow_clone) };
-        let mut cache = cache.expect("the last response of a batch is decoded last");
-        let mut logits = self.logits.shallow_clone();
-        let copied: Vec<i64> = rows.iter().map(|row| (row / per_prompt) as i64).collect();
-        if per_prompt > 1 {
-            cache.keep_rows(&copied);
-            logits = logits.index_select(0, &on_device(&copied, logits.device()));
-        }
-        let seen = (config.repetition_penalty != 1.0).then(|| {
-            // As in transformers, an encoder's tokens do not count.
-            let start = self.model.config().decoder_start_token_id.filter(|_| self.model.config().is_encoder_decoder());
-            let tokens = |&prompt: &i64| start.as_ref().map_or(self.prompts[prompt as usize], std::slice::from_ref);
-            Seen::new(&copied.iter().map(tokens).collect::<Vec<_>>(), &logits)
-        });
-        let numbers: Vec<usize> =
-            rows.iter().map(|row| self.batch[row / per_prompt] * per_prompt + row % per_prompt).collect();
-        let stream = |&row| Stream::new(config.seed, config.purpose, config.step, config.first_row + row as u64);
-        Decoding {
-            model: self.model,
-            config,
-            streams: numbers.iter().map(stream).collect(),
-            rows: numbers,
-            last_of_prompts: copied.iter().map(|&prompt| *self.prompts[prompt as usize].last().unwrap_or(&0)).collect(),
-            responses: vec![Response::empty(config); rows.len()],
-            stopped: vec![false; rows.len()],
-            alive: (0..rows.len()).collect(),
-            stop_ids: ids_within(&config.stop_token_ids, &logits),
-            cache,
-            logits,
-            last: None,
-            seen,
-        }
-    }
 }
 
 /// A batch of responses that is being decoded.
@@ -541,46 +448,52 @@ struct Decoding<'a> {
 }
 
 impl Decoding<'_> {
-    /// Decodes until all responses have ended, or `each` ends the generation. Reads results from the device every `steps` steps.
-    fn run(mut self, steps: usize, each: &mut Each<'_>) -> Result<(Vec<Response>, ControlFlow<()>)> {
-        let longest = self.config.max_new_tokens;
-        for first in (1..=longest).step_by(steps) {
-            let lengths = first..(first + steps).min(longest + 1);
-            let chosen = self.decode(lengths.clone())?;
-            for (length, choice) in lengths.zip(on_host(&chosen)) {
-                if self.record(length, choice, each)?.is_break() {
-                    return Ok((self.responses, ControlFlow::Break(())));
+    /// Decodes until all responses have ended and, where rows are refilled, none waits, or until `each` ends the generation. Reads results from
+    /// the device every `steps` steps.
+    fn run(&mut self, steps: usize, waiting: &mut Waiting<'_>, each: &mut Each<'_>) -> Result<ControlFlow<()>> {
+        loop {
+            let chosen = self.decode(steps)?;
+            let rows: Vec<usize> = (0..self.alive.len()).collect();
+            for choice in on_host(&chosen) {
+                if self.record(&rows, choice, each)?.is_break() {
+                    return Ok(ControlFlow::Break(()));
                 }
             }
-            if !self.remove_stopped() {
-                break;
+            if waiting.refills() {
+                if self.refill(waiting, each)?.is_break() {
+                    return Ok(ControlFlow::Break(()));
+                }
+                self.restart_stopped();
+            }
+            // Rows are copied where they leave the batch, so they stay while others wait for them.
+            if (waiting.is_empty() || !waiting.refills()) && !self.remove_stopped() {
+                return Ok(ControlFlow::Continue(()));
             }
         }
-        Ok((self.responses, ControlFlow::Continue(())))
     }
 
-    /// Queues one step per length of the responses on the device, without waiting for the results.
+    /// The responses with their numbers among all.
+    fn finished(self) -> impl Iterator<Item = (usize, Response)> {
+        self.rows.into_iter().zip(self.responses)
+    }
+
+    /// Queues at most `steps` steps on the device, without waiting for the results; at most as many as the longest response can take.
     ///
     /// # Errors
     /// As [`CausalLm::decode`].
-    fn decode(&mut self, lengths: Range<usize>) -> Result<Vec<Choice>> {
-        let config = self.config;
-        let draws: Vec<f64> = lengths.clone().flat_map(|_| &self.alive).map(|&i| self.streams[i].uniform()).collect();
-        let draws = on_device(&draws, self.model.device()).view([lengths.len() as i64, -1]);
-        let mut chosen = Vec::with_capacity(lengths.len());
-        for (length, draws) in lengths.zip(draws.unbind(0)) {
+    fn decode(&mut self, steps: usize) -> Result<Vec<Choice>> {
+        let active = self.alive.iter().filter(|&&i| !self.stopped[i]);
+        let longest = active.map(|&i| self.responses[i].tokens.len()).max().unwrap_or(0);
+        let steps = steps.min(self.config.max_new_tokens - longest);
+        let draws: Vec<f64> = (0..steps).flat_map(|_| &self.alive).map(|&i| self.streams[i].uniform()).collect();
+        let draws = on_device(&draws, self.model.device()).view([steps as i64, -1]);
+        let mut chosen = Vec::with_capacity(steps);
+        for (step, draws) in draws.unbind(0).into_iter().enumerate() {
             if let Some(tokens) = &self.last {
                 self.logits = self.model.decode(tokens, &mut self.cache)?;
             }
-            let logits = &self.logits;
-            // Half precision would round each change of the logits.
-            let wide = || logits.to_kind(Kind::Float);
-            let mut adjusted = self.seen.as_ref().map(|seen| seen.penalize(&wide(), config.repetition_penalty));
-            if length <= config.min_new_tokens && !config.stop_token_ids.is_empty() {
-                adjusted = Some(without(&adjusted.unwrap_or_else(wide), &self.stop_ids));
-            }
-            let mut choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws);
-            choice.top = config.top_logprobs.map(|k| TopLogprobs::of(logits, &choice.tokens, k));
+            let short = self.are_short(&self.alive, step);
+            let choice = self.choose(&self.logits, self.seen.as_ref(), &short, &draws);
             if let Some(seen) = &mut self.seen {
                 seen.add(&choice.tokens);
             }
@@ -590,26 +503,107 @@ impl Decoding<'_> {
         Ok(chosen)
     }
 
-    /// Appends the tokens of one step, after which responses have `length` tokens, to the responses that have not stopped, and
-    /// reports them to `each`.
-    fn record(&mut self, length: usize, choice: HostChoice, each: &mut Each<'_>) -> Result<ControlFlow<()>> {
-        let HostChoice { tokens, logprobs, kept, mut alternatives } = choice;
+    /// Whether each of `responses` has fewer than the least number of tokens, `steps` steps from now.
+    fn are_short(&self, responses: &[usize], steps: usize) -> Vec<bool> {
+        let is_short = |&i: &usize| self.responses[i].num_sampled() + steps < self.config.min_new_tokens;
+        responses.iter().map(is_short).collect()
+    }
+
+    /// Chooses a token for each row of `logits` `[rows, vocab]`, whose tokens so far are `seen`, with a number of `draws` `[rows]` f64 each.
+    /// Stop tokens are excluded in rows that are `short`.
+    fn choose(&self, logits: &Tensor, seen: Option<&Seen>, short: &[bool], draws: &Tensor) -> Choice {
         let config = self.config;
+        // Half precision would round each change of the logits.
+        let wide = || logits.to_kind(Kind::Float);
+        let mut adjusted = seen.map(|seen| seen.penalize(&wide(), config.repetition_penalty));
+        if short.contains(&true) && !config.stop_token_ids.is_empty() {
+            let before = adjusted.unwrap_or_else(wide);
+            let excluded = without(&before, &self.stop_ids);
+            adjusted = Some(if short.contains(&false) {
+                excluded.where_self(&on_device(short, logits.device()).unsqueeze(1), &before)
+            } else {
+                excluded
+            });
+        }
+        let mut choice = choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), draws);
+        choice.top = config.top_logprobs.map(|k| TopLogprobs::of(logits, &choice.tokens, k));
+        choice
+    }
+
+    /// Appends the tokens of one step to the responses of the rows `rows` of the cache that have not stopped, and reports them to `each`.
+    fn record(&mut self, rows: &[usize], choice: HostChoice, each: &mut Each<'_>) -> Result<ControlFlow<()>> {
+        let HostChoice { tokens, logprobs, kept, mut alternatives } = choice;
         let vocab = kept.len() / tokens.len().max(1);
-        for (row, (token, logprob)) in tokens.into_iter().zip(logprobs).enumerate() {
-            let i = self.alive[row];
+        for (at, (token, logprob)) in tokens.into_iter().zip(logprobs).enumerate() {
+            let i = self.alive[rows[at]];
             if self.stopped[i] {
                 continue;
             }
-            let ends = self.append(i, 0, (token, logprob), &kept[row * vocab..(row + 1) * vocab])?;
-            self.stopped[i] = ends;
-            let finish = (ends || length == config.max_new_tokens).then_some(self.responses[i].finish);
-            let alternatives = alternatives.get_mut(row).and_then(Option::take);
+            let ends = self.append(i, 0, (token, logprob), &kept[at * vocab..(at + 1) * vocab])?;
+            let response = &self.responses[i];
+            self.stopped[i] = ends || response.tokens.len() == self.config.max_new_tokens;
+            let finish = self.stopped[i].then_some(response.finish);
+            let alternatives = alternatives.get_mut(at).and_then(Option::take);
             if each(&Token { response: self.rows[i], id: token, logprob, alternatives, finish }).is_break() {
                 return Ok(ControlFlow::Break(()));
             }
         }
         Ok(ControlFlow::Continue(()))
+    }
+
+    /// Gives the rows of stopped responses to waiting ones, once [`Waiting::least_free`] have stopped, and samples their first tokens.
+    fn refill(&mut self, waiting: &mut Waiting<'_>, each: &mut Each<'_>) -> Result<ControlFlow<()>> {
+        let count = self.alive.len();
+        loop {
+            let free: Vec<usize> = (0..count).filter(|&row| self.stopped[self.alive[row]]).collect();
+            if waiting.is_empty() || free.len() < waiting.least_free(count) {
+                return Ok(ControlFlow::Continue(()));
+            }
+            let mut free = &free[..];
+            while !free.is_empty() && !waiting.is_empty() {
+                let first = self.start_waiting(free, waiting)?;
+                let (started, rest) = free.split_at(first.tokens.len());
+                if self.record(started, first, each)?.is_break() {
+                    return Ok(ControlFlow::Break(()));
+                }
+                free = rest;
+            }
+        }
+    }
+
+    /// Gives the first of the rows `free` to waiting responses, and chooses the first tokens of these: as many as rows are taken.
+    fn start_waiting(&mut self, free: &[usize], waiting: &mut Waiting<'_>) -> Result<HostChoice> {
+        let started = waiting.read(free.len(), self.alive.len())?.start(free.len());
+        let responses: Vec<usize> = (self.responses.len()..self.responses.len() + started.numbers.len()).collect();
+        let rows: Vec<i64> = free.iter().take(responses.len()).map(|&row| row as i64).collect();
+        started.copy_to(&mut self.cache, &rows);
+        let (logits, seen) = (started.logits(), started.seen());
+        self.streams.extend(started.streams());
+        self.last_of_prompts.extend(started.last_of_prompts());
+        self.rows.extend(&started.numbers);
+        waiting.forget_started();
+        self.responses.resize(self.rows.len(), Response::empty(self.config));
+        self.stopped.resize(self.rows.len(), false);
+        free.iter().zip(&responses).for_each(|(&row, &i)| self.alive[row] = i);
+        let draws: Vec<f64> = responses.iter().map(|&i| self.streams[i].uniform()).collect();
+        let draws = on_device(&draws, logits.device());
+        let choice = self.choose(&logits, seen.as_ref(), &self.are_short(&responses, 0), &draws);
+        let index = on_device(&rows, logits.device());
+        if let (Some(seen), Some(mut new)) = (&mut self.seen, seen) {
+            new.add(&choice.tokens);
+            seen.replace_rows(&index, &new);
+        }
+        self.last = self.last.take().map(|tokens| tokens.index_copy(0, &index, &choice.tokens));
+        Ok(on_host(&[choice]).remove(0))
+    }
+
+    /// Lets the rows of stopped responses start again: rows end at different times, and those that are decoded on to no purpose would exceed
+    /// the cache.
+    fn restart_stopped(&mut self) {
+        let stopped: Vec<usize> = (0..self.alive.len()).filter(|&row| self.stopped[self.alive[row]]).collect();
+        if !stopped.is_empty() {
+            self.cache.restart_rows(&stopped);
+        }
     }
 
     /// Appends a sampled token with its log-probability to response `i`; `kept` are the tokens that could be drawn, if sets are stored. Returns
@@ -692,8 +686,8 @@ fn on_host(chosen: &[Choice]) -> Vec<HostChoice> {
         kept.map_or_else(Vec::new, |kept| Vec::<bool>::try_from(kept).expect("an entry per row and token"))
     });
     let alternatives = chosen.iter().map(|choice| {
-        let found = choice.top.as_ref().map(Alternatives::on_host).unwrap_or_default();
-        found.into_iter().map(Some).collect::<Vec<_>>()
+        let alternatives = choice.top.as_ref().map(Alternatives::on_host).unwrap_or_default();
+        alternatives.into_iter().map(Some).collect::<Vec<_>>()
     });
     let by_step = tokens.chunks(rows).zip(logprobs.chunks(rows)).zip(kept).zip(alternatives);
     by_step
@@ -730,6 +724,11 @@ impl Seen {
 
     fn keep_rows(&mut self, kept: &[i64]) {
         self.0 = self.0.index_select(0, &on_device(kept, self.0.device()));
+    }
+
+    /// Replaces the rows at `index` `[k]` i64 by the rows of `new`.
+    fn replace_rows(&mut self, index: &Tensor, new: &Self) {
+        let _ = self.0.index_copy_(0, index, &new.0);
     }
 
     /// Makes seen tokens less likely: the formula of the CTRL paper, with negative logits multiplied, as in transformers.
@@ -921,14 +920,14 @@ mod tests {
         (tokens[0], logprobs[0])
     }
 
-    fn golden_model(name: &str) -> (CausalLm, Tokenizer) {
+    pub(super) fn golden_model(name: &str) -> (CausalLm, Tokenizer) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         (model, Tokenizer::from_pretrained(&dir).unwrap())
     }
 
     /// Nine prompts of 1 to 9 tokens.
-    fn prompts() -> Vec<Vec<i64>> {
+    pub(super) fn prompts() -> Vec<Vec<i64>> {
         (0..9i64).map(|row| (0..=row).map(|t| 5 + (row * 37 + t * 11) % 250).collect()).collect()
     }
 
@@ -1066,8 +1065,8 @@ mod tests {
                     assert_eq!(found.top.len(), k);
                     assert!(found.top.is_sorted_by(|a, b| a.1 >= b.1) && found.top.iter().all(|(_, x)| *x < 0.0));
                     assert!(found.top.iter().zip(&whole.top).all(|(a, b)| (a.1 - b.1).abs() < 1e-5), "{found:?}");
-                    let own = found.top.iter().find(|(id, _)| *id == token.id);
-                    assert!(own.is_none_or(|(_, logprob)| *logprob == found.logprob), "{found:?}");
+                    let same = found.top.iter().find(|(id, _)| *id == token.id);
+                    assert!(same.is_none_or(|(_, logprob)| *logprob == found.logprob), "{found:?}");
                 }
             }
         }
@@ -1123,48 +1122,6 @@ mod tests {
             most.set(most_asked);
             assert!(model.top_logprobs(batch.ending_when(&is_over), 2).is_err());
         }
-    }
-
-    #[test]
-    fn a_batch_has_whole_groups_or_one_group() {
-        let lens = [3, 1, 2, 1, 5];
-        let of = |num_return_sequences, batch_size| {
-            let config = GenerationConfig::new(Sampling::at_temperature(1.0), 4);
-            batches(&lens, &GenerationConfig { num_return_sequences, batch_size, ..config })
-        };
-        assert_eq!(of(1, 32), [[1, 3, 2, 0, 4]]);
-        assert_eq!(of(4, 11), [vec![1, 3], vec![2, 0], vec![4]]);
-        for batch_size in [0, 1, 4, 7] {
-            assert_eq!(of(4, batch_size), [[1], [3], [2], [0], [4]]);
-        }
-    }
-
-    #[test]
-    fn a_group_in_parts_reads_its_prompt_once_and_has_the_responses_of_a_whole_one() {
-        let (model, _) = golden_model("llama_tied");
-        let config = GenerationConfig {
-            num_return_sequences: 7,
-            repetition_penalty: 1.3,
-            stop_token_ids: (0..30).collect(),
-            ..GenerationConfig::new(Sampling::at_temperature(0.9), 12)
-        };
-        let (prompts, batch) = (prompts(), [4, 8]);
-        let mut all = |_: &Token| ControlFlow::Continue(());
-        let read = || tch::no_grad(|| Prefill::new(&model, &prompts, &batch, &config, StopCheck::NEVER)).unwrap();
-        let expected = tch::no_grad(|| generate_batch(1, read(), &mut all)).unwrap();
-        let mut prefill = read();
-        let mut found = Vec::new();
-        for rows in [0..3, 3..4, 4..9, 9..14] {
-            let rows: Vec<usize> = rows.collect();
-            found.extend(tch::no_grad(|| prefill.decoding(&rows).run(1, &mut all)).unwrap().0);
-        }
-        assert!(prefill.cache.is_none(), "the last part takes the cache");
-        for (found, expected) in found.iter().zip(&expected) {
-            assert_eq!((&found.tokens, found.finish), (&expected.tokens, expected.finish));
-            let pairs = found.logprobs.iter().zip(&expected.logprobs);
-            assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{found:?}");
-        }
-        assert_eq!(found.len(), 14);
     }
 
     #[test]

@@ -3,10 +3,7 @@
 //! The keys and values of a row stay in the cache over all its turns. Where many tokens are inserted, all but the last are read in one pass; others
 //! are fed one in each step, beside the rows that sample. A row that waits feeds its last token again, in the same place.
 
-use super::{
-    Choice, Decoding, FinishReason, GenerationConfig, HostChoice, Prefill, Response, batches, check_fit, choose,
-    on_host, without,
-};
+use super::{Choice, Decoding, FinishReason, GenerationConfig, HostChoice, Response, Waiting, check_fit, on_host};
 use crate::model::{CausalLm, StopCheck, TokenSet};
 use rlhf_base::{Error, Result};
 use std::collections::VecDeque;
@@ -67,33 +64,32 @@ pub fn generate_turns<P: AsRef<[i64]>>(
         return Err(Error::Usage("turns with tools: expected a model without an encoder".into()));
     }
     check_fit(model, prompts, config)?;
-    let lens: Vec<usize> = prompts.iter().map(|prompt| prompt.as_ref().len()).collect();
-    let batches = if config.max_new_tokens == 0 { Vec::new() } else { batches(&lens, config) };
-    let count = prompts.len() * config.num_return_sequences;
-    let mut responses: Vec<Option<Response>> = vec![None; count];
+    let mut responses: Vec<Option<Response>> = vec![None; prompts.len() * config.num_return_sequences];
     let mut store = |conversations: Conversations<'_>| {
-        for (row, response) in conversations.finished() {
+        for (row, response) in conversations.decoding.finished() {
             responses[row] = Some(response);
         }
     };
+    let waiting = Waiting::new(model, prompts, config, StopCheck::NEVER);
     tch::no_grad(|| {
-        let lockstep = turns.in_lockstep();
-        let mut all = Vec::new();
-        for batch in &batches {
-            let mut prefill = Prefill::new(model, prompts, batch, config, StopCheck::NEVER)?;
-            for rows in prefill.parts() {
-                let mut conversations = Conversations::new(prefill.decoding(&rows), lockstep);
-                if lockstep {
-                    all.push(conversations);
-                    continue;
-                }
+        if !turns.in_lockstep() {
+            let mut waiting = waiting.reading_single_prompts();
+            while let Some(decoding) = waiting.start()? {
+                let mut conversations = Conversations::new(decoding, false);
                 while conversations.step(turns)? {
                     conversations.take(&mut turns.decided(conversations.is_blocked())?);
+                    conversations.refill(&mut waiting, turns)?;
                 }
                 store(conversations);
             }
+            return Ok(());
         }
-        // Each turn of all rows before the next one of any.
+        // Each turn of all rows comes before the next one of any, so no row can wait for the end of another.
+        let mut waiting = waiting.without_refilling();
+        let mut all = Vec::new();
+        while let Some(decoding) = waiting.start()? {
+            all.push(Conversations::new(decoding, true));
+        }
         while !all.is_empty() {
             for conversations in &mut all {
                 while !conversations.is_blocked() && conversations.step(turns)? {}
@@ -133,6 +129,13 @@ struct Row {
     turn: usize,
 }
 
+impl Row {
+    /// The row of a response to a prompt with this last token.
+    fn new(last_of_prompt: i64) -> Self {
+        Self { phase: Phase::Runs, unfed: VecDeque::new(), fed: last_of_prompt, turn: 0 }
+    }
+}
+
 /// A batch of responses in the middle of their turns.
 struct Conversations<'a> {
     decoding: Decoding<'a>,
@@ -147,8 +150,7 @@ struct Conversations<'a> {
 
 impl<'a> Conversations<'a> {
     fn new(decoding: Decoding<'a>, compacts: bool) -> Self {
-        let row = |last: &i64| Row { phase: Phase::Runs, unfed: VecDeque::new(), fed: *last, turn: 0 };
-        let rows = decoding.last_of_prompts.iter().map(row).collect();
+        let rows = decoding.last_of_prompts.iter().copied().map(Row::new).collect();
         Self { decoding, rows, compacts, at_start: true }
     }
 
@@ -159,11 +161,6 @@ impl<'a> Conversations<'a> {
 
     fn has_ended(&self) -> bool {
         self.rows.iter().all(|row| row.phase == Phase::Ended)
-    }
-
-    /// The responses with their numbers among all.
-    fn finished(self) -> impl Iterator<Item = (usize, Response)> {
-        self.decoding.rows.into_iter().zip(self.decoding.responses)
     }
 
     /// One step, unless no row can take one. Returns false if all responses have ended.
@@ -181,9 +178,31 @@ impl<'a> Conversations<'a> {
         let samples: Vec<bool> = self.decoding.alive.iter().map(|&i| self.samples(i)).collect();
         if samples.contains(&true) {
             let choice = self.choose(&samples);
-            self.record(&samples, on_host(&[choice]).remove(0), turns)?;
+            let sampled: Vec<_> = (0..samples.len()).filter(|&row| samples[row]).map(|row| (row, row)).collect();
+            self.record(&sampled, on_host(&[choice]).remove(0), turns)?;
         }
         Ok(true)
+    }
+
+    /// Gives the rows of responses that have ended to waiting ones, once [`Waiting::least_free`] have, and samples their first tokens. A pass
+    /// reads one prompt alone: it depends on time which rows are free together.
+    fn refill(&mut self, waiting: &mut Waiting<'_>, turns: &mut dyn Turns) -> Result<()> {
+        let count = self.decoding.alive.len();
+        let has_ended = |&row: &usize| self.rows[self.decoding.alive[row]].phase == Phase::Ended;
+        let free: Vec<usize> = (0..count).filter(has_ended).collect();
+        if free.len() < waiting.least_free(count) {
+            return Ok(());
+        }
+        let mut free = &free[..];
+        while !free.is_empty() && !waiting.is_empty() {
+            let first = self.decoding.start_waiting(free, waiting)?;
+            self.rows.extend(self.decoding.last_of_prompts[self.rows.len()..].iter().copied().map(Row::new));
+            let (started, rest) = free.split_at(first.tokens.len());
+            let sampled: Vec<_> = started.iter().copied().zip(0..).collect();
+            self.record(&sampled, first, turns)?;
+            free = rest;
+        }
+        Ok(())
     }
 
     /// Whether response `i` samples a token now.
@@ -261,33 +280,25 @@ impl<'a> Conversations<'a> {
     /// Chooses a token for each row of the cache; those of rows that do not sample have no meaning, and take no draw.
     fn choose(&mut self, samples: &[bool]) -> Choice {
         let decoding = &mut self.decoding;
-        let (config, logits) = (decoding.config, &decoding.logits);
         let streams = &mut decoding.streams;
         let rows = decoding.alive.iter().zip(samples);
         let draws: Vec<f64> = rows.map(|(&i, &samples)| if samples { streams[i].uniform() } else { 0.5 }).collect();
-        let draws = on_device(&draws, logits.device());
-        let wide = || logits.to_kind(tch::Kind::Float);
-        let mut adjusted = decoding.seen.as_ref().map(|seen| seen.penalize(&wide(), config.repetition_penalty));
-        let short = |&i: &usize| decoding.responses[i].num_sampled() < config.min_new_tokens;
-        let short: Vec<bool> = decoding.alive.iter().map(short).collect();
-        if short.contains(&true) && !config.stop_token_ids.is_empty() {
-            let before = adjusted.unwrap_or_else(wide);
-            let short = on_device(&short, logits.device()).unsqueeze(1);
-            adjusted = Some(without(&before, &decoding.stop_ids).where_self(&short, &before));
-        }
-        choose(logits, adjusted.as_ref(), config.sampling, config.stores_sets(), &draws)
+        let draws = on_device(&draws, decoding.logits.device());
+        let short = decoding.are_short(&decoding.alive, 0);
+        decoding.choose(&decoding.logits, decoding.seen.as_ref(), &short, &draws)
     }
 
-    /// Appends the tokens of the rows that sampled, and tells `turns` which turns have ended.
-    fn record(&mut self, samples: &[bool], choice: HostChoice, turns: &mut dyn Turns) -> Result<()> {
+    /// Appends tokens of `choice` to responses, and tells `turns` which turns have ended. `sampled`: rows of the cache that sampled, each with the
+    /// place of its token in `choice`.
+    fn record(&mut self, sampled: &[(usize, usize)], choice: HostChoice, turns: &mut dyn Turns) -> Result<()> {
         let HostChoice { tokens, logprobs, kept, .. } = choice;
         let config = self.decoding.config;
         let vocab = kept.len() / tokens.len().max(1);
-        for at in (0..samples.len()).filter(|&at| samples[at]) {
-            let i = self.decoding.alive[at];
+        for &(row, at) in sampled {
+            let i = self.decoding.alive[row];
             let row = &mut self.rows[i];
-            let sampled = (tokens[at], logprobs[at]);
-            let ends = self.decoding.append(i, row.turn, sampled, &kept[at * vocab..(at + 1) * vocab])?;
+            let token = (tokens[at], logprobs[at]);
+            let ends = self.decoding.append(i, row.turn, token, &kept[at * vocab..(at + 1) * vocab])?;
             row.unfed.push_back(tokens[at]);
             let response = &self.decoding.responses[i];
             if ends || response.tokens.len() == config.max_new_tokens {
@@ -485,14 +496,14 @@ mod tests {
         for name in ["llama_tied", "lfm2", "qwen3_5"] {
             let model = golden_model(name);
             let config = GenerationConfig { max_new_tokens: 56, ..config(&model) };
-            let of = |every: usize| {
+            let run = |every: usize| {
                 let mut script = Script { few: 9, every, ..Script::new(1, false) };
                 generate_turns(&model, &prompts(), &config, &mut script).unwrap()
             };
-            let at_once = of(1);
+            let at_once = run(1);
             assert!(at_once.iter().any(|response| response.inserted.iter().any(|span| span.len() > 16)), "{name}");
             for every in [2, 3, 7] {
-                for (late, at_once) in of(every).iter().zip(&at_once) {
+                for (late, at_once) in run(every).iter().zip(&at_once) {
                     assert_eq!((&late.tokens, &late.logprobs), (&at_once.tokens, &at_once.logprobs), "{name}, {every}");
                 }
             }

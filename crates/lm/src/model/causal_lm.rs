@@ -600,7 +600,7 @@ impl CausalLm {
             return Ok(logits);
         }
         let (again, new) = self.read(&sequences, |_| cache.capacity(), StopCheck::NEVER)?;
-        cache.replace_rows(&rows, &again);
+        cache.replace_rows(&rows, &again, &(0..rows.len() as i64).collect::<Vec<_>>());
         let rows = on_device(&rows, logits.device());
         Ok(logits.index_copy(0, &rows, &new))
     }

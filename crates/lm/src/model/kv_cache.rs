@@ -281,18 +281,48 @@ impl KvCache {
         .unzip()
     }
 
-    /// Replaces the keys and values of the rows `rows` by those of all rows of `other`, which has the same capacity.
-    pub fn replace_rows(&mut self, rows: &[i64], other: &Self) {
-        let index = on_device(rows, self.device);
-        let count = self.lens.len() as i64;
+    /// Replaces the keys, values and states of the rows `rows` by those of the rows `from` of `other`, whose capacity is at most the same, in
+    /// place: a graph reads these tensors. Copies one layer at a time. The numbers of filled positions stay.
+    pub fn replace_rows(&mut self, rows: &[i64], other: &Self, from: &[i64]) {
+        let (index, source) = (on_device(rows, self.device), on_device(from, self.device));
+        let [count, other_count] = [self, other].map(|cache| cache.lens.len() as i64);
+        let rest = self.capacity - other.capacity;
         for ((keys, values), (new_keys, new_values)) in self.layers.iter().zip(&other.layers) {
-            for (to, from) in [(keys, new_keys), (values, new_values)] {
-                if to.numel() > 0 {
-                    let _ = to.view([count, -1]).index_copy_(0, &index, &from.view([rows.len() as i64, -1]));
+            for (to, new) in [(keys, new_keys), (values, new_values)] {
+                if to.numel() == 0 {
+                    continue;
+                }
+                let to = to.view([count, self.capacity, -1]);
+                let new = new.view([other_count, other.capacity, -1]).index_select(0, &source);
+                let _ = to.narrow(1, 0, other.capacity).index_copy_(0, &index, &new);
+                if rest > 0 {
+                    // A masked NaN of the row before would still make the weighted sum of the values NaN.
+                    let _ = to.narrow(1, other.capacity, rest).index_fill_(0, &index, 0.0);
                 }
             }
         }
-        self.states.replace_rows(&index, &other.states);
+        self.states.replace_rows(&index, &other.states, &source);
+    }
+
+    /// Gives the rows `rows` to other sequences: those with `tokens`, which are the rows `from` of `other`, as in [`KvCache::replace_rows`].
+    /// Not with an encoder.
+    pub fn refill_rows(&mut self, rows: &[i64], other: &Self, from: &[i64], tokens: &[&[i64]]) {
+        self.replace_rows(rows, other, from);
+        for ((&row, &source), tokens) in rows.iter().zip(from).zip(tokens) {
+            self.lens[row as usize] = other.lens[source as usize];
+            if let Some(history) = &self.history {
+                let filled = history.tokens.get(row).narrow(0, 0, tokens.len() as i64);
+                filled.shallow_clone().copy_(&on_device(tokens, self.device));
+            }
+        }
+        self.count_again();
+    }
+
+    /// Lets the rows `rows`, whose sequences have ended, start again without a token: they take part in further steps without exceeding the
+    /// cache.
+    pub fn restart_rows(&mut self, rows: &[usize]) {
+        rows.iter().for_each(|&row| self.lens[row] = 0);
+        self.count_again();
     }
 
     /// Stores the keys and values of the encoder's tokens for the next layer, `[rows, heads, width, head_dim]` each, with the mask of slots
@@ -768,6 +798,49 @@ mod tests {
             let gap = (&one_by_one - &appended).abs().max().double_value(&[]);
             let tolerance = if kind == Kind::Half { 4e-3 } else { 1e-4 };
             assert!(gap < tolerance * one_by_one.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
+        }
+    }
+
+    #[test]
+    fn a_refilled_row_goes_on_as_in_a_cache_of_its_own_whatever_was_in_the_row() {
+        for (name, kind) in [
+            ("gemma2", Kind::Float),
+            ("gpt2", Kind::Half),
+            ("llama_tied", Kind::Float),
+            ("mistral", Kind::Half),
+            ("phi3_long", Kind::Float),
+            ("qwen3_5", Kind::Float),
+            ("lfm2", Kind::Half),
+        ] {
+            let precision = if kind == Kind::Half { Precision::F16 } else { Precision::default() };
+            let model = golden_model(name, ModelOptions { precision, ..ModelOptions::default() });
+            let prompts = [vec![5i64, 6, 7, 8, 9, 10, 11], vec![12, 13, 14], vec![15, 16]];
+            let waiting = [vec![20i64, 21], vec![22, 23, 24, 25]];
+            let steps = |cache: &mut KvCache, tokens: [i64; 3]| {
+                let step = |at| {
+                    let tokens: Vec<i64> = tokens.iter().map(|token| token + at).collect();
+                    model.decode(&Tensor::from_slice(&tokens), cache).unwrap().to_kind(Kind::Float)
+                };
+                Tensor::stack(&(0..12).map(step).collect::<Vec<_>>(), 1)
+            };
+            tch::no_grad(|| {
+                let (mut cache, _) = model.prefill(&prompts, 24, StopCheck::NEVER).unwrap();
+                let _ = steps(&mut cache, [30, 40, 50]);
+                // As a response that is decoded beyond its end may leave it.
+                for (keys, values) in &cache.layers {
+                    [keys, values].into_iter().for_each(|x| drop(x.narrow(0, 0, 20.min(x.size()[0])).fill_(f64::NAN)));
+                }
+                cache.restart_rows(&[2]);
+                let (new, _) = model.prefill(&waiting, 0, StopCheck::NEVER).unwrap();
+                cache.refill_rows(&[2, 0], &new, &[1, 0], &[&waiting[1], &waiting[0]]);
+                let refilled = steps(&mut cache, [60, 41, 70]).index_select(0, &Tensor::from_slice(&[2i64, 0]));
+                let all = [&waiting[1], &waiting[0], &prompts[1]];
+                let (mut cache, _) = model.prefill(&all, 16, StopCheck::NEVER).unwrap();
+                let expected = steps(&mut cache, [70, 60, 41]).narrow(0, 0, 2);
+                let gap = (&refilled - &expected).abs().max().double_value(&[]);
+                let tolerance = if kind == Kind::Half { 4e-3 } else { 1e-5 };
+                assert!(gap <= tolerance * expected.abs().max().double_value(&[]).max(1.0), "{name}: {gap}");
+            });
         }
     }
 

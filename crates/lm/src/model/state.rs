@@ -138,11 +138,11 @@ impl States {
         (self.active, self.holds) = (None, false);
     }
 
-    /// Replaces the states of the rows at `rows` `[rows]` i64 by those of all rows of `other`.
-    pub(super) fn replace_rows(&mut self, rows: &Tensor, other: &Self) {
+    /// Replaces the states of the rows at `rows` `[k]` i64 by those of the rows at `from` `[k]` i64 of `other`, in place.
+    pub(super) fn replace_rows(&mut self, rows: &Tensor, other: &Self, from: &Tensor) {
         for (state, other) in self.layers.iter_mut().zip(&other.layers) {
             if let (Some(state), Some(other)) = (state, other) {
-                state.replace_rows(rows, other);
+                state.replace_rows(rows, &other.of_rows(from));
             }
         }
     }

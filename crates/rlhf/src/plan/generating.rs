@@ -138,6 +138,8 @@ impl<'c> Generation<'c> {
                 longest: part.iter().copied().max().unwrap_or(0),
                 new_tokens: self.generation.max_new_tokens,
                 keeps_prompts: size > 1 && size > most,
+                // The prompts of a part are read together.
+                refilled: 0,
                 is_plain,
                 device: self.machine.device,
             };

@@ -8,6 +8,7 @@ use crate::rl::learner::EpochPlan;
 use crate::settings::{DistillConfig, LogprobsOf, PpoConfig, SamplingConfig};
 use rlhf_base::Result;
 use rlhf_base::dist::ZeroStage;
+use rlhf_lm::generate::refilled_rows;
 use rlhf_lm::model::{
     Activations, LogitsUse, ModelSizes, PassTokens, SourceTokens, logits_chunk, positions_for, uses_kernels,
 };
@@ -35,6 +36,8 @@ pub(super) struct Sampled {
     pub(super) new_tokens: usize,
     /// The prompts have a separate KV cache.
     pub(super) keeps_prompts: bool,
+    /// Prompts that are read together when rows are refilled; 0 if no response waits.
+    pub(super) refilled: usize,
     /// Tokens are sampled by libtorch's operations instead of the project's kernels.
     pub(super) is_plain: bool,
     /// Device of the cache.
@@ -47,17 +50,24 @@ impl Sampled {
         let positions = positions_for(self.longest + self.new_tokens, self.device);
         let cached = |rows| sizes.cache_bytes(rows, positions, compute);
         phase.cache = cached(self.rows) + if self.keeps_prompts { cached(self.prompts) } else { 0 };
-        let outputs = self.prompts;
-        let read = self.prompts * self.longest;
-        let tokens = if sizes.config().is_encoder_decoder() {
-            let scores = [outputs * self.longest.pow(2), outputs];
-            let source = SourceTokens { computed: read, attended: read, scores };
-            PassTokens { computed: outputs, attended: outputs, outputs, rows: [outputs, 1], source }
-        } else {
-            let rows = [outputs, self.longest];
-            PassTokens { computed: read, attended: read, outputs, rows, source: SourceTokens::default() }
+        let pass = |prompts: usize| {
+            let read = prompts * self.longest;
+            let tokens = if sizes.config().is_encoder_decoder() {
+                let scores = [prompts * self.longest.pow(2), prompts];
+                let source = SourceTokens { computed: read, attended: read, scores };
+                PassTokens { computed: prompts, attended: prompts, outputs: prompts, rows: [prompts, 1], source }
+            } else {
+                let rows = [prompts, self.longest];
+                PassTokens { computed: read, attended: read, outputs: prompts, rows, source: SourceTokens::default() }
+            };
+            sizes.forward_bytes(tokens, (compute, self.device))
         };
-        phase.activations = sizes.forward_bytes(tokens, (compute, self.device));
+        phase.activations = pass(self.prompts);
+        if self.refilled > 0 && !sizes.config().is_encoder_decoder() {
+            // The prompts that are read have a cache of their own, without room for responses.
+            let read = sizes.cache_bytes(self.refilled, positions_for(self.longest, self.device), compute);
+            phase.activations = phase.activations.max(pass(self.refilled) + read);
+        }
         let bytes = if self.is_plain { FILTERED_LOGITS } else { 2 * compute.elt_size_in_bytes() };
         phase.logits = self.rows * sizes.config().vocab_size as usize * bytes;
     }
@@ -316,14 +326,16 @@ impl<'a> Job<'a> {
         let largest =
             |update: &Vec<Row>| update.len().div_ceil(self.machine.row_ranks.max(1)).next_multiple_of(size.max(1));
         let rank_rows = self.rows.updates.iter().map(largest).max().unwrap_or(0);
-        let prompts = (most / size).max(1);
+        let rows = most.min(rank_rows).max(1);
+        let waits = rank_rows > most;
         let sampled = Sampled {
-            rows: most.min(rank_rows).max(1),
-            prompts: prompts.min(rank_rows.div_ceil(size)).max(1),
+            rows,
+            prompts: rows.div_ceil(size),
             longest: self.rows.longest_prompt(),
             new_tokens: config.response_length,
-            // A group that takes several batches keeps the cache of its prompt until the last of them.
-            keeps_prompts: size > 1 && size > most,
+            // Where a part of a group waits.
+            keeps_prompts: waits && !rows.is_multiple_of(size),
+            refilled: if waits { refilled_rows(rows).div_ceil(size) } else { 0 },
             is_plain: self.is_plain(&config.sampling),
             device: self.machine.device,
         };
@@ -361,13 +373,15 @@ impl<'a> Job<'a> {
             // Ranks sample about as many rows.
             let rows = |at: usize| self.rows.updates[at].len().div_ceil(self.machine.row_ranks.max(1));
             let rows = (0..self.rows.updates.len()).filter(is_sampler).map(rows);
-            let rows = rows.max()?.min(config.local_rollout_forward_batch_size).max(1);
+            let all = rows.max()?;
+            let rows = all.min(config.local_rollout_forward_batch_size).max(1);
             let sampled = Sampled {
                 rows,
                 prompts: rows,
                 longest: self.rows.longest_prompt(),
                 new_tokens: config.max_completion_length,
                 keeps_prompts: false,
+                refilled: if all > rows { refilled_rows(rows) } else { 0 },
                 is_plain: self.is_plain(&config.sampling),
                 device: self.machine.device,
             };

@@ -131,7 +131,7 @@ pub fn score(reward: &SequenceClassifier, sequences: &[Vec<i64>], batch_size: us
 
 /// Number of first tokens of each response that count: all up to the last that was sampled, except an end token listed in `left_out`.
 pub fn counted_tokens(responses: &[Response], left_out: &[i64]) -> Vec<i64> {
-    let of = |r: &Response| {
+    let counted = |r: &Response| {
         // Neighbouring spans may have been inserted one after the other.
         let sampled =
             |end: usize| r.inserted.iter().rev().fold(end, |end, span| if span.end == end { span.start } else { end });
@@ -140,7 +140,7 @@ pub fn counted_tokens(responses: &[Response], left_out: &[i64]) -> Vec<i64> {
         // A last turn that is an end token alone leaves the turn before it as the last that counts.
         if ends { sampled(end - 1) as i64 } else { end as i64 }
     };
-    responses.iter().map(of).collect()
+    responses.iter().map(counted).collect()
 }
 
 /// The slots of tokens that were inserted, `[B, width]` bool; `None` if all were sampled.
@@ -299,9 +299,9 @@ impl<'a> Passes<'a> {
         let values = RefCell::new(Vec::new());
         let logprobs = self.per_token(|batch| {
             let sampled = batch.sampled(self.settings.temperature);
-            let (found, of_states) = head.logprobs_and_values(policy, batch.joint(), sampled, false)?;
-            values.borrow_mut().push(of_states);
-            Ok(found.logprobs)
+            let (evaluated, state_values) = head.logprobs_and_values(policy, batch.joint(), sampled, false)?;
+            values.borrow_mut().push(state_values);
+            Ok(evaluated.logprobs)
         })?;
         let values = joined(&values.into_inner(), policy.device());
         Ok((logprobs, self.values_to_slots(&values)))
