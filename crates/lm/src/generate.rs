@@ -920,7 +920,7 @@ mod tests {
         (tokens[0], logprobs[0])
     }
 
-    pub(super) fn golden_model(name: &str) -> (CausalLm, Tokenizer) {
+    fn golden_model(name: &str) -> (CausalLm, Tokenizer) {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
         let model = CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap();
         (model, Tokenizer::from_pretrained(&dir).unwrap())

