@@ -142,7 +142,7 @@ impl States {
     pub(super) fn replace_rows(&mut self, rows: &Tensor, other: &Self, from: &Tensor) {
         for (state, other) in self.layers.iter_mut().zip(&other.layers) {
             if let (Some(state), Some(other)) = (state, other) {
-                state.replace_rows(rows, &other.of_rows(from));
+                state.replace_rows(rows, &other.select_rows(from));
             }
         }
     }
