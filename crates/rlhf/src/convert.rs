@@ -2,11 +2,14 @@
 
 mod description;
 mod export;
+mod forms;
+mod order;
 mod vocabulary;
 
 use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file, resolved_settings};
 use crate::settings::ConvertConfig;
 use description::{Description, describe};
+use order::To;
 use rlhf_base::safe_text::beginning;
 use rlhf_base::weights::{STAGING, TensorSpec, pretty, replace_files, save_of, write_text};
 use rlhf_base::{Error, Result};
@@ -53,9 +56,13 @@ fn import(config: &ConvertConfig, out: &Path) -> Result<ConvertReport> {
     let model = ModelConfig::from_json(file.path(), described.config.clone())?;
     let kind = config.dtype.kind().unwrap_or(Kind::Float);
     let plan = plan(&file, &described, &model, kind)?;
+    for (spec, stored) in plan.iter().filter(|(spec, _)| order::is_rate(&spec.name)) {
+        // They are refused before anything is written.
+        drop(read(&file, &described, &model, stored, &spec.name, kind)?);
+    }
     let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
     let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
-    let mut tensor = |i: usize| read(&file, &described, &plan[i].1, kind);
+    let mut tensor = |i: usize| read(&file, &described, &model, &plan[i].1, &plan[i].0.name, kind);
     let _hold = claim_locked(out, lock, unfinished, config)?;
     replace_files(out, |dir| {
         save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
@@ -108,11 +115,13 @@ fn holds_conversion(dir: &Path, config: &ConvertConfig) -> bool {
 fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<(TensorSpec, String)>> {
     let mut by_name = BTreeMap::new();
     for (name, entry) in file.tensors() {
-        if described.unused.contains(&name.as_str()) {
+        // Layers after the model's predict further tokens.
+        let is_later = forms::numbered("blk.", name).is_some_and(|(layer, _)| described.is_later(layer));
+        if is_later || described.unused.contains(&name.as_str()) {
             continue;
         }
         let shown = beginning(name, 120);
-        let folder_name = renamed(name, model.family.name).ok_or_else(|| {
+        let folder_name = described.form.folder_name(name).ok_or_else(|| {
             file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
         })?;
         if let Some((other, _)) = by_name.insert(folder_name, (name, &entry.shape)) {
@@ -126,7 +135,7 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
         let (stored, found) =
             by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
         // llama.cpp's convolutions have no dimension of groups.
-        if *found != shape && !(is_convolution(&name) && *found == [shape[0], shape[2]]) {
+        if *found != shape && !(order::is_convolution(&name) && *found == [shape[0], shape[2]]) {
             let stored = beginning(stored, 120);
             return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
         }
@@ -139,93 +148,19 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     }
 }
 
-/// Names of the parts of a layer: llama.cpp's, and the one in a model folder.
-const PARTS: [(&str, &str); 13] = [
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("post_attention_norm", "post_attention_layernorm"),
-    ("post_ffw_norm", "post_feedforward_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-];
-
-/// The same of LFM2.
-const LFM2_PARTS: [(&str, &str); 14] = [
-    ("attn_norm", "operator_norm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_layernorm"),
-    ("attn_k_norm", "self_attn.k_layernorm"),
-    ("attn_output", "self_attn.out_proj"),
-    ("shortconv.in_proj", "conv.in_proj"),
-    ("shortconv.conv", "conv.conv"),
-    ("shortconv.out_proj", "conv.out_proj"),
-    ("ffn_norm", "ffn_norm"),
-    ("ffn_gate", "feed_forward.w1"),
-    ("ffn_up", "feed_forward.w3"),
-    ("ffn_down", "feed_forward.w2"),
-];
-
-/// Names of the parts of a layer of this architecture.
-fn layer_parts(architecture: &str) -> &'static [(&'static str, &'static str)] {
-    if architecture == "lfm2" { &LFM2_PARTS } else { &PARTS }
-}
-
-/// Names of the tensors outside the layers.
-fn root_tensors(architecture: &str) -> [(&'static str, &'static str); 3] {
-    let norm = if architecture == "lfm2" {
-        ("token_embd_norm.weight", "model.embedding_norm.weight")
-    } else {
-        ("output_norm.weight", "model.norm.weight")
-    };
-    [("token_embd.weight", "model.embed_tokens.weight"), norm, ("output.weight", "lm_head.weight")]
-}
-
-/// Whether the tensor of a model folder is the weight of a convolution, `[width, 1, kernel]`.
-fn is_convolution(name: &str) -> bool {
-    name.ends_with(".conv.conv.weight")
-}
-
-/// Whether llama.cpp rotates neighbouring dimensions of queries and keys together in models of this architecture.
-fn is_interleaved(architecture: &str) -> bool {
-    ["llama", "smollm3", "granite"].contains(&architecture)
-}
-
-/// The name in a model folder of a tensor of a GGUF file.
-fn renamed(name: &str, architecture: &str) -> Option<String> {
-    if let Some((_, whole)) = root_tensors(architecture).into_iter().find(|(gguf, _)| *gguf == name) {
-        return Some(whole.into());
-    }
-    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-    let layer: usize = layer.parse().ok()?;
-    let (part, end) = rest.rsplit_once('.')?;
-    let (_, folder_part) = layer_parts(architecture).iter().find(|(gguf, _)| *gguf == part)?;
-    ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{folder_part}.{end}"))
-}
-
-/// Reads a tensor, with the rows of queries and keys in the order of a model folder.
-fn read(file: &Gguf, described: &Description, name: &str, kind: Kind) -> Result<Tensor> {
-    let tensor = file.read(name, kind)?;
-    let heads = match name.split('.').nth(2) {
-        Some("attn_q") => described.heads,
-        Some("attn_k") => described.kv_heads,
-        Some("shortconv") if name.ends_with(".conv.weight") => return Ok(tensor.unsqueeze(1)),
-        _ => return Ok(tensor),
-    };
-    if !described.interleaved {
-        return Ok(tensor);
-    }
-    // llama.cpp rotates dimensions 2i and 2i + 1 of a head together, transformers i and i + half.
-    let mut shape = tensor.size();
-    let whole = shape.clone();
-    shape.splice(0..1, [heads, whole[0] / heads / 2, 2]);
-    Ok(tensor.f_view(shape.as_slice())?.transpose(1, 2).f_reshape(whole.as_slice())?)
+/// Reads the tensor `stored` for `name` of a model folder, in the folder's order.
+fn read(
+    file: &Gguf,
+    described: &Description,
+    model: &ModelConfig,
+    stored: &str,
+    name: &str,
+    kind: Kind,
+) -> Result<Tensor> {
+    // Numbers that change are rounded to `kind` after that.
+    let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { kind };
+    let tensor = file.read(stored, read_kind)?;
+    let tensor = order::reordered(name, tensor, model, described.form.is_interleaved, To::Folder)
+        .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(stored, 120))))?;
+    Ok(tensor.to_kind(kind))
 }
