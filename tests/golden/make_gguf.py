@@ -38,6 +38,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3_5Tokenizer,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -56,7 +57,7 @@ TEXTS = [
     "price $1,234.56 and  two spaces",
 ]
 INTERLEAVED = ("llama", "smollm3", "granite", "ministral3")  # types with queries and keys in llama.cpp's order
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "gemma3_text": "gemma3", "ministral3": "mistral3"}  # others have their type's name
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "gemma3_text": "gemma3", "ministral3": "mistral3", "qwen3_moe": "qwen3moe"}  # others have their type's name
 PLUS_ONE = ("qwen3_5_text", "gemma2", "gemma3_text")  # types whose norms multiply by 1 + weight
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -70,6 +71,10 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_exps": "ffn_gate_exps",
+    "mlp.up_exps": "ffn_up_exps",
+    "mlp.down_exps": "ffn_down_exps",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -360,6 +365,23 @@ SPECS = {
         313,
         dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
     ),
+    # More than ten experts, so that their order by name is not that by number.
+    "qwen3moe": Spec(
+        Qwen3MoeConfig(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=16,
+            num_experts=11,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            **common,
+        ),
+        314,
+        dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"], Type.Q8_0),
+    ),
     # The types that the others lack, in three parts.
     "k_quants": Spec(
         Qwen3Config(
@@ -422,6 +444,32 @@ def value_heads(part, weight, config, to_file):
     return weight[:, wide] if part == "ssm_out" else weight
 
 
+def by_projection(state):
+    """transformers' tensors with those of experts apart: gates, up and down projections, as llama.cpp stacks them."""
+    for name, weight in state.items():
+        start, _, end = name.partition(".mlp.experts.")
+        if not end:
+            yield name, weight
+        elif end == "down_proj":
+            yield f"{start}.mlp.down_exps.weight", weight
+        else:
+            gates, ups = weight.chunk(2, dim=1)
+            yield f"{start}.mlp.gate_exps.weight", gates
+            yield f"{start}.mlp.up_exps.weight", ups
+
+
+def joined(state):
+    """The inverse of `by_projection`."""
+    all = {name: weight for name, weight in state.items() if "_exps." not in name}
+    for name, weight in state.items():
+        start, _, end = name.partition(".mlp.")
+        if end == "down_exps.weight":
+            all[f"{start}.mlp.experts.down_proj"] = weight
+        elif end == "gate_exps.weight":
+            all[f"{start}.mlp.experts.gate_up_proj"] = torch.cat([weight, state[f"{start}.mlp.up_exps.weight"]], 1)
+    return all
+
+
 def is_plus_one(stored, kind):
     return kind in PLUS_ONE and stored.endswith("norm.weight") and "ssm_norm" not in stored
 
@@ -467,6 +515,10 @@ def add_settings(writer, config):
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
         writer.add_sliding_window(config.sliding_window)
+    elif kind == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     elif kind == "ministral3":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -602,7 +654,7 @@ def make(name):
     factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
-    for own, weight in model.state_dict().items():
+    for own, weight in by_projection(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = stored_name(own, kind)
@@ -638,7 +690,7 @@ def values(name):
     spec, config = SPECS[name], SPECS[name].config
     readers, state, samples = [gguf.GGUFReader(path) for path in paths(name)], {}, {}
     model = AutoModelForCausalLM.from_config(config).eval()
-    owns = {stored_name(own, config.model_type): own for own in model.state_dict()}
+    owns = {stored_name(own, config.model_type): own for own, _ in by_projection(model.state_dict())}
     for tensor in (tensor for reader in readers for tensor in reader.tensors):
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name not in owns:
@@ -653,12 +705,12 @@ def values(name):
         state[owns[tensor.name]] = weight
         if not any(key.startswith(f"{tensor.tensor_type.name}.") for key in samples):
             samples |= thin.rows({f"{tensor.tensor_type.name}.{owns[tensor.name]}": weight.clone()})
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing, unexpected = model.load_state_dict(joined(state), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
     logits = model(IDS).logits
-    # transformers reads neither rope_freqs nor the width of heads; with the configuration it reads Gemma's tensors.
-    settings = {"llama": {}, "qwen2": {}, "qwen35": {}, "gemma2": {"config": config}, "gemma3": {"config": config}}
+    # transformers reads neither rope_freqs nor the width of heads; with the configuration it reads the others' tensors.
+    settings = {"llama": {}, "qwen2": {}, "qwen35": {}, "gemma2": {"config": config}, "gemma3": {"config": config}, "qwen3moe": {"config": config}}
     if name in settings:
         theirs = AutoModelForCausalLM.from_pretrained(
             FILES, gguf_file=f"{name}.gguf", dtype=torch.float32, **settings[name]

@@ -13,13 +13,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 14] = [
     "llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2", "k_quants", "qwen35", "gemma3",
-    "gemma2", "mistral3",
+    "gemma2", "mistral3", "qwen3moe",
 ];
 
 /// The architectures, as errors list them.
-const ARCHITECTURES: &str = "llama, qwen2, qwen3, qwen35, smollm3, olmo2, granite, lfm2, gemma2, gemma3 or mistral3";
+const ARCHITECTURES: &str =
+    "llama, qwen2, qwen3, qwen3moe, qwen35, smollm3, olmo2, granite, lfm2, gemma2, gemma3 or mistral3";
 
 /// The end of the name of a part of `k_quants`.
 fn part(number: usize) -> String {
@@ -86,7 +87,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
         }
         assert_eq!(
             kinds,
-            [7, 2, 2, 2, 2, 2, 2, 2, 10, 2, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()],
+            [7, 2, 2, 2, 2, 2, 2, 2, 10, 2, 2, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()],
             "{name}"
         );
         let ids = golden.rows("input_ids");
@@ -207,7 +208,7 @@ fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
     for (config, message) in [
         (
             ConvertConfig::export(models.join("gpt2"), &out),
-            "expected a model of type llama, qwen2, qwen3, qwen3_5_text, smollm3, olmo2, granite, lfm2, gemma2, gemma3_text or \
+            "expected a model of type llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, smollm3, olmo2, granite, lfm2, gemma2, gemma3_text or \
              ministral3, found `gpt2`",
         ),
         (ConvertConfig::export(golden().join("lora/llama_untied"), &out), "found an adapter; `rlhf merge`"),
@@ -298,6 +299,18 @@ fn newer_families_have_the_keys_of_llama_cpps_converter_and_no_others() {
                 ("attention.sliding_window", size(5)),
                 ("attn_logit_softcapping", number(5.0)),
                 ("final_logit_softcapping", number(3.0)),
+            ],
+        ),
+        (
+            "qwen3moe",
+            "qwen3_moe",
+            2,
+            vec![
+                epsilon.clone(),
+                ("expert_count", size(11)),
+                ("expert_feed_forward_length", size(32)),
+                ("expert_used_count", size(2)),
+                ("rope.freq_base", number(1e4)),
             ],
         ),
         (
@@ -417,6 +430,11 @@ fn settings_that_llama_cpp_would_compute_otherwise_are_refused_by_key() {
             "`rope_parameters`: expected yarn with truncate, and equal mscale and mscale_all_dim, as llama.cpp computes it",
         ),
         ("gemma2", json!({"layer_types": layers("full_attention")}), "`query_pre_attn_scalar`: expected 16"),
+        (
+            "qwen3_moe",
+            json!({"norm_topk_prob": true}),
+            "`mlp_only_layers`: expected experts in all layers, as llama.cpp has them, found other layers",
+        ),
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let (folder, out) = (scratch.path().join("folder"), scratch.path().join("out.gguf"));
@@ -425,6 +443,14 @@ fn settings_that_llama_cpp_would_compute_otherwise_are_refused_by_key() {
         assert!(error.contains("config.json: ") && error.contains(message) && !error.contains('\n'), "{error}");
         assert!(!out.exists());
     }
+    let scratch = tempfile::tempdir().unwrap();
+    let (folder, out) = (scratch.path().join("folder"), scratch.path().join("out.gguf"));
+    convert(&ConvertConfig::new(file("qwen3moe"), &folder)).unwrap();
+    let mut config = read_json(&folder.join("config.json"));
+    config["norm_topk_prob"] = json!(false);
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let error = convert(&ConvertConfig::export(&folder, &out)).unwrap_err().to_string();
+    assert!(error.ends_with("`norm_topk_prob`: expected true, as llama.cpp computes it, found false"), "{error}");
 }
 
 /// Writes the file `name` again in f32, with changed metadata and tensors.

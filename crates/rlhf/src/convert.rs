@@ -56,13 +56,13 @@ fn import(config: &ConvertConfig, out: &Path) -> Result<ConvertReport> {
     let model = ModelConfig::from_json(file.path(), described.config.clone())?;
     let kind = config.dtype.kind().unwrap_or(Kind::Float);
     let plan = plan(&file, &described, &model, kind)?;
-    for (spec, stored) in plan.iter().filter(|(spec, _)| order::is_rate(&spec.name)) {
+    for planned in plan.iter().filter(|planned| order::is_rate(&planned.spec.name)) {
         // They are refused before anything is written.
-        drop(read(&file, &described, &model, stored, &spec.name, kind)?);
+        drop(planned.read(&file, &described, &model)?);
     }
     let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
-    let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
-    let mut tensor = |i: usize| read(&file, &described, &model, &plan[i].1, &plan[i].0.name, kind);
+    let specs: Vec<TensorSpec> = plan.iter().map(|planned| planned.spec.clone()).collect();
+    let mut tensor = |i: usize| plan[i].read(&file, &described, &model);
     let _hold = claim_locked(out, lock, unfinished, config)?;
     replace_files(out, |dir| {
         save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
@@ -111,8 +111,21 @@ fn holds_conversion(dir: &Path, config: &ConvertConfig) -> bool {
     written.is_some() && written == serde_json::to_value(config).ok().and_then(names)
 }
 
-/// The tensors to write, each with its name in the GGUF file, in the order of the model.
-fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<(TensorSpec, String)>> {
+/// A tensor to write.
+#[derive(Debug)]
+struct Planned {
+    spec: TensorSpec,
+    /// Its name in the GGUF file.
+    stored: String,
+    /// The entry of that tensor, if it stacks matrices.
+    entry: Option<i64>,
+}
+
+/// A file's tensor for a name in a model folder: its name, its shape, and the entry of a stack.
+type Stored<'a> = (&'a str, &'a [i64], Option<i64>);
+
+/// The tensors of the file by their names in a model folder.
+fn stored_tensors<'a>(file: &'a Gguf, described: &Description) -> Result<BTreeMap<String, Stored<'a>>> {
     let mut by_name = BTreeMap::new();
     for (name, entry) in file.tensors() {
         // Layers after the model's predict further tokens.
@@ -121,46 +134,62 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
             continue;
         }
         let shown = beginning(name, 120);
-        let folder_name = described.form.folder_name(name).ok_or_else(|| {
-            file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
-        })?;
-        if let Some((other, _)) = by_name.insert(folder_name, (name, &entry.shape)) {
-            let other = beginning(other, 120);
-            return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
+        let count = if entry.shape.len() == 3 { entry.shape[0] } else { 0 };
+        // No model has more experts than this.
+        let stack = described.form.stacked_names(name, count.min(1 << 16)).filter(|_| count > 0);
+        let folder_names: Vec<(String, Option<i64>)> = match (stack, described.form.folder_name(name)) {
+            (Some(names), _) => names.into_iter().zip((0..).map(Some)).collect(),
+            (None, Some(only)) => vec![(only, None)],
+            (None, None) => {
+                let family = described.form.model_type;
+                return Err(file.error(format!("tensor `{shown}`: a `{family}` model has no such tensor")));
+            }
+        };
+        for (folder_name, at) in folder_names {
+            let shape = if at.is_some() { &entry.shape[1..] } else { &entry.shape[..] };
+            if let Some((other, ..)) = by_name.insert(folder_name, (name.as_str(), shape, at)) {
+                let other = beginning(other, 120);
+                return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
+            }
         }
     }
+    Ok(by_name)
+}
+
+/// The tensors to write, in the order of the model.
+fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<Planned>> {
+    let mut by_name = stored_tensors(file, described)?;
     let expected = ModelSizes::shapes_of_causal_lm(model, file.path())?;
     let mut plan = Vec::new();
     for (name, shape) in expected {
-        let (stored, found) =
+        let (stored, found, entry) =
             by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
         // llama.cpp's convolutions have no dimension of groups.
         if *found != shape && !(order::is_convolution(&name) && *found == [shape[0], shape[2]]) {
             let stored = beginning(stored, 120);
             return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
         }
-        plan.push((TensorSpec { name, kind, shape }, stored.clone()));
+        plan.push(Planned { spec: TensorSpec { name, kind, shape }, stored: stored.into(), entry });
     }
     match by_name.values().next() {
         None => Ok(plan),
-        Some((stored, _)) => Err(file
+        Some((stored, ..)) => Err(file
             .error(format!("tensor `{}`: a model of the file's settings has no such tensor", beginning(stored, 120)))),
     }
 }
 
-/// Reads the tensor `stored` for `name` of a model folder, in the folder's order.
-fn read(
-    file: &Gguf,
-    described: &Description,
-    model: &ModelConfig,
-    stored: &str,
-    name: &str,
-    kind: Kind,
-) -> Result<Tensor> {
-    // Numbers that change are rounded to `kind` after that.
-    let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { kind };
-    let tensor = file.read(stored, read_kind)?;
-    let tensor = order::reordered(name, tensor, model, described.form.is_interleaved, To::Folder)
-        .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(stored, 120))))?;
-    Ok(tensor.to_kind(kind))
+impl Planned {
+    /// Reads the tensor, in a model folder's order.
+    fn read(&self, file: &Gguf, described: &Description, model: &ModelConfig) -> Result<Tensor> {
+        let TensorSpec { name, kind, .. } = &self.spec;
+        // Numbers that change are rounded to `kind` after that.
+        let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { *kind };
+        let tensor = match self.entry {
+            None => file.read(&self.stored, read_kind)?,
+            Some(entry) => file.read_entry(&self.stored, entry, read_kind)?,
+        };
+        let tensor = order::reordered(name, tensor, model, described.form.is_interleaved, To::Folder)
+            .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(&self.stored, 120))))?;
+        Ok(tensor.to_kind(*kind))
+    }
 }

@@ -114,6 +114,7 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         "granite" => settings.factors(head_dim)?,
         "lfm2" => settings.convolutions(eps, layer_types)?,
         "qwen35" => settings.delta(sizes)?,
+        "qwen3moe" => settings.experts()?,
         "gemma2" | "gemma3" => settings.gemma(sizes)?,
         _ => Map::new(),
     });
@@ -143,9 +144,11 @@ impl Settings<'_> {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
-            None if self.optional("expert_count")?.is_some_and(|count| count > 0) => Err(self
-                .file
-                .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported"))),
+            None if !self.form.has_experts() && self.optional("expert_count")?.is_some_and(|count| count > 0) => {
+                Err(self
+                    .file
+                    .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported")))
+            }
             None => Ok(()),
         }
     }

@@ -3,13 +3,16 @@
 mod extras;
 mod tokens;
 
-use super::forms::{ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, Form, LOGIT_SCALE, RESIDUAL_SCALE, listed};
+use super::forms::{
+    ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, Form, LOGIT_SCALE, RESIDUAL_SCALE, ROUTER_PART, listed,
+};
 use super::order::{To, is_convolution, reordered};
 use crate::settings::{ConvertConfig, GgufType};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::{GgufTensor, Stored, Value, write};
 use rlhf_lm::model::{Activation, CausalLm, Mixing, ModelConfig, ModelOptions, Param, RopeScaling};
+use std::collections::HashMap;
 use std::path::Path;
 use tch::{Kind, Tensor};
 
@@ -36,23 +39,66 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     metadata.extend(tokens::describe(dir, model.config())?);
     let factors = rope_factors(model.config());
     let params = model.params();
-    let tensor_spec = |param: &Param| spec(&param.name, param.tensor.size(), model.config(), form, config.outtype);
-    let mut tensors: Vec<GgufTensor> = params.iter().map(tensor_spec).collect::<Result<_>>()?;
+    let groups = groups(params, form);
+    let tensor_spec = |group: &Group<'_>| {
+        let Group { name, members } = group;
+        let (first, count) = (members[0], members.len() as i64);
+        let mut shape = first.tensor.size();
+        if form.stack_name(&first.name).is_some() {
+            shape.insert(0, count);
+        }
+        spec((&first.name, name), shape, model.config(), config.outtype)
+    };
+    let mut tensors: Vec<GgufTensor> = groups.iter().map(tensor_spec).collect::<Result<_>>()?;
     tensors.extend(factors.as_ref().map(|factors| GgufTensor {
         name: ROPE_FACTORS.into(),
         shape: factors.size(),
         stored: Stored::F32,
     }));
-    let mut read = |i: usize| match params.get(i) {
-        Some(param) => {
-            let tensor = tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
-            reordered(&param.name, tensor, model.config(), form.is_interleaved, To::File)
-        }
+    let mut read = |i: usize| match groups.get(i) {
+        Some(group) => group.read(model.config(), form),
         None => Ok(factors.as_ref().expect("only they come after the parameters").shallow_clone()),
     };
     // An incomplete file is removed.
     write(out, &metadata, &tensors, &mut read).inspect_err(|_| drop(std::fs::remove_file(out)))?;
     Ok(tensors.len())
+}
+
+/// A tensor of the file, with the parameters that it holds: one, or a matrix of each expert.
+#[derive(Debug)]
+struct Group<'a> {
+    name: Option<String>,
+    members: Vec<&'a Param>,
+}
+
+/// The tensors of the file, in the order of their first parameters.
+fn groups<'a>(params: impl IntoIterator<Item = &'a Param>, form: &Form) -> Vec<Group<'a>> {
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    let mut stacks: HashMap<String, usize> = HashMap::new();
+    for param in params {
+        match form.stack_name(&param.name) {
+            Some(name) => match stacks.get(&name) {
+                Some(at) => groups[*at].members.push(param),
+                None => {
+                    stacks.insert(name.clone(), groups.len());
+                    groups.push(Group { name: Some(name), members: vec![param] });
+                }
+            },
+            None => groups.push(Group { name: form.gguf_name(&param.name), members: vec![param] }),
+        }
+    }
+    groups
+}
+
+impl Group<'_> {
+    fn read(&self, config: &ModelConfig, form: &Form) -> Result<Tensor> {
+        let float = |param: &Param| tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
+        if form.stack_name(&self.members[0].name).is_some() {
+            return Ok(Tensor::f_stack(&self.members.iter().map(|param| float(param)).collect::<Vec<_>>(), 0)?);
+        }
+        let param = self.members[0];
+        reordered(&param.name, float(param), config, form.is_interleaved, To::File)
+    }
 }
 
 /// The form of the model in the folder `dir`.
@@ -121,8 +167,10 @@ fn describe(config: &ModelConfig, form: &Form, dir: &Path, outtype: GgufType) ->
         model_keys.push(("rope.freq_base", Value::Number(rope.theta)));
     }
     if !form.is_gemma() {
-        model_keys.push(("rope.dimension_count", size(rope.dim)));
-        if architecture != "qwen35" {
+        if architecture != "qwen3moe" {
+            model_keys.push(("rope.dimension_count", size(rope.dim)));
+        }
+        if !["qwen35", "qwen3moe"].contains(&architecture) {
             model_keys.push(("vocab_size", size(config.vocab_size)));
         }
     }
@@ -189,22 +237,21 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
 
 /// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
 fn spec(
-    param_name: &str,
+    (param_name, name): (&str, &Option<String>),
     mut shape: Vec<i64>,
     config: &ModelConfig,
-    form: &Form,
     outtype: GgufType,
 ) -> Result<GgufTensor> {
     let is_convolution = is_convolution(param_name);
     if is_convolution {
         shape.remove(1);
     }
-    let name = form
-        .gguf_name(param_name)
-        .ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
+    let name =
+        name.clone().ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
     let wanted = if outtype == GgufType::Q4KM { in_mix(&name, config) } else { outtype.stored() };
+    let is_router = name.contains(ROUTER_PART);
     let stored = match shape.as_slice() {
-        [_, width] if !is_convolution => wanted.of_rows(*width),
+        [.., width] if shape.len() > 1 && !is_convolution && !is_router => wanted.of_rows(*width),
         _ => Stored::F32,
     };
     Ok(GgufTensor { name, shape, stored })
@@ -227,7 +274,7 @@ fn in_mix(name: &str, config: &ModelConfig) -> Stored {
     if part == "attn_qkv" {
         return Stored::Q6K;
     }
-    let matters = ["attn_v", "ffn_down"].contains(&part) && layer.is_some_and(gets_more);
+    let matters = ["attn_v", "ffn_down", "ffn_down_exps"].contains(&part) && layer.is_some_and(gets_more);
     if is_head || matters { Stored::Q6K } else { Stored::Q4K }
 }
 
@@ -287,7 +334,7 @@ mod tests {
             let form = Form::of_model_type(config.family.name).unwrap();
             let tensor_bytes = |(name, shape)| {
                 let name: String = name;
-                spec(&name, shape, &config, form, GgufType::Q4KM).unwrap().bytes()
+                spec((&name, &form.gguf_name(&name)), shape, &config, GgufType::Q4KM).unwrap().bytes()
             };
             assert_eq!(tensors.into_iter().map(tensor_bytes).sum::<u64>(), bytes, "{}", config.family.name);
         }

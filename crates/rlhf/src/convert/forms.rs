@@ -18,6 +18,8 @@ pub(super) struct Form {
     parts: &'static [&'static [Pair]],
     /// The tensors of a layer whose ends have other names too.
     tensors: &'static [Pair],
+    /// The parts of a layer that stack the matrices of all experts, each with its name in an expert.
+    experts: &'static [Pair],
     /// Whether neighbouring dimensions of queries and keys are rotated together.
     pub(super) is_interleaved: bool,
     /// Keys beyond those of all families.
@@ -42,6 +44,16 @@ const ATTENTION: &[Pair] = &[
 ];
 
 const MLP: &[Pair] = &[("ffn_gate", "mlp.gate_proj"), ("ffn_up", "mlp.up_proj"), ("ffn_down", "mlp.down_proj")];
+
+/// The place of experts in a layer of a model folder.
+const EXPERTS: &str = "mlp.experts";
+
+const STACKS: &[Pair] = &[("ffn_gate_exps", "gate_proj"), ("ffn_up_exps", "up_proj"), ("ffn_down_exps", "down_proj")];
+
+const ROUTER: &[Pair] = &[(ROUTER_PART, "mlp.gate")];
+
+/// llama.cpp's name of the router of experts.
+pub(super) const ROUTER_PART: &str = "ffn_gate_inp";
 
 const NORMS: &[Pair] = &[("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")];
 
@@ -116,6 +128,10 @@ pub(super) const LOCAL_BASE: &str = "rope.freq_base_swa";
 /// Caps of Gemma 2's scores and logits.
 pub(super) const SCORE_CAP: &str = "attn_logit_softcapping";
 pub(super) const LOGIT_CAP: &str = "final_logit_softcapping";
+/// Experts: their number, those of a token, and their width.
+pub(super) const EXPERT_COUNT: &str = "expert_count";
+pub(super) const EXPERTS_USED: &str = "expert_used_count";
+pub(super) const EXPERT_WIDTH: &str = "expert_feed_forward_length";
 /// Ministral 3: growth of queries, and YaRN's settings.
 pub(super) const GROWTH: &str = "attention.temperature_scale";
 pub(super) const BETA_FAST: &str = "rope.scaling.yarn_beta_fast";
@@ -129,15 +145,26 @@ const LLAMA: Form = Form {
     roots: ROOTS,
     parts: &[NORMS, ATTENTION, MLP],
     tensors: &[],
+    experts: &[],
     is_interleaved: true,
     keys: &[],
 };
 
 /// The supported families.
-pub(super) static FORMS: [Form; 11] = [
+pub(super) static FORMS: [Form; 12] = [
     LLAMA,
     Form { architecture: "qwen2", model_type: "qwen2", class: "Qwen2ForCausalLM", is_interleaved: false, ..LLAMA },
     Form { architecture: "qwen3", model_type: "qwen3", class: "Qwen3ForCausalLM", is_interleaved: false, ..LLAMA },
+    Form {
+        architecture: "qwen3moe",
+        model_type: "qwen3_moe",
+        class: "Qwen3MoeForCausalLM",
+        parts: &[NORMS, ATTENTION, ROUTER],
+        experts: STACKS,
+        is_interleaved: false,
+        keys: &[EXPERT_WIDTH],
+        ..LLAMA
+    },
     Form {
         architecture: "qwen35",
         model_type: "qwen3_5_text",
@@ -236,6 +263,27 @@ impl Form {
         let (part, end) = rest.rsplit_once('.')?;
         let (_, folder_part) = self.parts.iter().copied().flatten().find(|(gguf, _)| *gguf == part)?;
         ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{folder_part}.{end}"))
+    }
+
+    /// Whether its layers have experts.
+    pub(super) fn has_experts(&self) -> bool {
+        !self.experts.is_empty()
+    }
+
+    /// The names in a model folder of the `count` matrices that a tensor of a GGUF file stacks; `None` if it is no stack.
+    pub(super) fn stacked_names(&self, name: &str, count: i64) -> Option<Vec<String>> {
+        let (layer, rest) = numbered("blk.", name)?;
+        let part = rest.strip_suffix(".weight")?;
+        let (_, matrix) = self.experts.iter().find(|(gguf, _)| *gguf == part)?;
+        Some((0..count).map(|expert| format!("model.layers.{layer}.{EXPERTS}.{expert}.{matrix}.weight")).collect())
+    }
+
+    /// The name in a GGUF file of the stack that this matrix of an expert is in.
+    pub(super) fn stack_name(&self, name: &str) -> Option<String> {
+        let (layer, rest) = numbered("model.layers.", name)?;
+        let (_, matrix) = numbered("", rest.strip_prefix(EXPERTS)?.strip_prefix('.')?)?;
+        let (gguf, _) = self.experts.iter().find(|(_, part)| matrix.strip_suffix(".weight") == Some(*part))?;
+        Some(format!("blk.{layer}.{gguf}.weight"))
     }
 
     /// The name in a GGUF file of a tensor of a model folder.

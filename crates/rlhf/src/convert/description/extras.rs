@@ -1,8 +1,9 @@
 //! Settings of single families.
 
 use super::super::forms::{
-    BETA_FAST, BETA_SLOW, CONV_CACHE, GROWTH, INTERVAL, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT,
-    SCORE_CAP, SECTIONS, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
+    BETA_FAST, BETA_SLOW, CONV_CACHE, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, GROWTH, INTERVAL, LOCAL_BASE,
+    LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT, SCORE_CAP, SECTIONS, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK,
+    SSM_STATE, WINDOW,
 };
 use super::Settings;
 use rlhf_base::Result;
@@ -73,6 +74,18 @@ impl Settings<'_> {
         }
         let interval = if self.optional(INTERVAL)?.is_some() { self.size(INTERVAL)? } else { 4 };
         Ok((1..=layers).map(|number| number % interval == 0).collect())
+    }
+
+    /// Qwen3's experts. llama.cpp divides their weights by their sum.
+    pub(super) fn experts(&self) -> Result<Map<String, Value>> {
+        Ok(Map::from_iter([
+            ("num_experts".into(), json!(self.size(EXPERT_COUNT)?)),
+            ("num_experts_per_tok".into(), json!(self.size(EXPERTS_USED)?)),
+            ("moe_intermediate_size".into(), json!(self.size(EXPERT_WIDTH)?)),
+            ("norm_topk_prob".into(), json!(true)),
+            ("decoder_sparse_step".into(), json!(1)),
+            ("mlp_only_layers".into(), json!([])),
+        ]))
     }
 
     /// Gemma's windows, caps and factor of scores.

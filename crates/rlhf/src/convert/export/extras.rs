@@ -2,8 +2,8 @@
 
 use super::super::description::score_width;
 use super::super::forms::{
-    BETA_FAST, BETA_SLOW, Form, GROWTH, INTERVAL, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, SCORE_CAP, SECTIONS,
-    SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
+    BETA_FAST, BETA_SLOW, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, Form, GROWTH, INTERVAL, LOCAL_BASE, LOG_MULTIPLIER,
+    LOGIT_CAP, PATTERN, SCORE_CAP, SECTIONS, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
 };
 use rlhf_base::weights::read_json;
 use rlhf_base::{Error, Result};
@@ -27,7 +27,7 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
         Err(Error::invalid(path, format!("`{key}`: expected {expected}, found {found}")))
     };
     let name = config.family.name;
-    let is_new = ["qwen3_5_text", "gemma2", "gemma3_text", "ministral3"].contains(&name);
+    let is_new = ["qwen3_5_text", "gemma2", "gemma3_text", "ministral3", "qwen3_moe"].contains(&name);
     if is_new && (config.qkv_bias || config.attention_out_bias) {
         return wrong("attention_bias", "false, as llama.cpp has no such biases for this type", &true);
     }
@@ -55,6 +55,14 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
             }
             check_gemma(config, name == "gemma2", &wrong)?;
         }
+        "qwen3_moe" => match &config.experts {
+            Some(experts) if !experts.layers.iter().all(|has_experts| *has_experts) => {
+                return wrong("mlp_only_layers", "experts in all layers, as llama.cpp has them", &"other layers");
+            }
+            Some(experts) if experts.normalized => {}
+            Some(_) => return wrong("norm_topk_prob", "true, as llama.cpp computes it", &false),
+            None => return wrong("num_experts", "experts", &"none"),
+        },
         "ministral3" => match &config.ropes[0].scaling {
             RopeScaling::Yarn { attention_factor, truncate: true, .. } if (attention_factor - 1.0).abs() < 1e-9 => {}
             _ => {
@@ -128,6 +136,7 @@ pub(super) fn keys(config: &ModelConfig, form: &Form, dir: &Path) -> Result<Keys
         "qwen35" => delta(config, dir),
         "gemma2" | "gemma3" => Ok(gemma(config, form.architecture == "gemma2")),
         "mistral3" => growth(config, dir),
+        "qwen3moe" => Ok(experts(config)),
         _ => Ok(Vec::new()),
     }
 }
@@ -164,6 +173,13 @@ fn gemma(config: &ModelConfig, is_second: bool) -> Keys {
     all.extend(pattern(config).filter(|n| *n != 6).map(|n| (PATTERN, Value::Integer(n))));
     all.extend(config.ropes.get(1).map(|rope| (LOCAL_BASE, Value::Number(rope.theta))));
     all
+}
+
+fn experts(config: &ModelConfig) -> Keys {
+    let Some(experts) = &config.experts else { return Vec::new() };
+    let sizes =
+        [(EXPERT_COUNT, experts.count), (EXPERTS_USED, experts.chosen), (EXPERT_WIDTH, experts.intermediate_size)];
+    sizes.map(|(key, size)| (key, Value::Integer(size))).into()
 }
 
 fn growth(config: &ModelConfig, dir: &Path) -> Result<Keys> {
