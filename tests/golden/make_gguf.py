@@ -2,13 +2,16 @@
 
     python make_gguf.py            # make every file again
     python make_gguf.py --check    # recompute the values from the stored files
+    python make_gguf.py --read RLHF    # compare the files that this binary makes of the stored ones
 
 Made with gguf 0.19.0, torch 2.11.0 and transformers 5.23.0 on a CPU, one thread, float32. README.md says what each tensor is.
 """
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +26,19 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     Olmo2Config,
     Qwen2Config,
     Qwen2Tokenizer,
+    Qwen3_5TextConfig,
+    Qwen3_5Tokenizer,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -47,7 +56,9 @@ TEXTS = [
     "Human: hi\n\nAssistant:",
     "price $1,234.56 and  two spaces",
 ]
-INTERLEAVED = ("llama", "smollm3", "granite")  # architectures with queries and keys in llama.cpp's order
+INTERLEAVED = ("llama", "smollm3", "granite", "ministral3")  # types with queries and keys in llama.cpp's order
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "gemma3_text": "gemma3", "ministral3": "mistral3", "qwen3_moe": "qwen3moe"}  # others have their type's name
+PLUS_ONE = ("qwen3_5_text", "gemma2", "gemma3_text")  # types whose norms multiply by 1 + weight
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -60,6 +71,10 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_exps": "ffn_gate_exps",
+    "mlp.up_exps": "ffn_up_exps",
+    "mlp.down_exps": "ffn_down_exps",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -67,8 +82,25 @@ NAMES = {
 }
 
 
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 # Names of other architectures that are not in NAMES.
 NAMES_OF = {
+    "gemma2": GEMMA_NAMES,
+    "gemma3_text": GEMMA_NAMES,
+    "qwen3_5_text": {
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
     "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     "lfm2": {
         "operator_norm": "attn_norm",
@@ -245,6 +277,111 @@ SPECS = {
         309,
         dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
     ),
+    # Two value heads for each key head; attention in each third layer, so that the key that states it matters.
+    "qwen35": Spec(
+        Qwen3_5TextConfig(
+            vocab_size=328,
+            intermediate_size=64,
+            head_dim=16,
+            tie_word_embeddings=True,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            linear_num_key_heads=3,
+            linear_num_value_heads=6,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_conv_kernel_dim=4,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=1,
+            **dict(common, num_hidden_layers=3),
+        ),
+        310,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "attn_qkv", "ffn_gate", "ffn_up"], Type.Q8_0),
+        "models/gpt2",
+        "gpt2",
+        "qwen35",
+    ),
+    # The published models have no window in each sixth layer; a window below the length of the text.
+    "gemma3": Spec(
+        Gemma3TextConfig(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=5,
+            layer_types=["sliding_attention"] * 5 + ["full_attention"],
+            tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            **dict(common, num_hidden_layers=6),
+        ),
+        311,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
+    "gemma2": Spec(
+        Gemma2Config(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=5,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            **common,
+        ),
+        312,
+        dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
+    "mistral3": Spec(
+        Ministral3Config(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=16,
+            tie_word_embeddings=False,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.25,
+            },
+            **common,
+        ),
+        313,
+        dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+    ),
+    # More than ten experts, so that their order by name is not that by number.
+    "qwen3moe": Spec(
+        Qwen3MoeConfig(
+            vocab_size=96,
+            intermediate_size=64,
+            head_dim=16,
+            num_experts=11,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            **common,
+        ),
+        314,
+        dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"], Type.Q8_0),
+    ),
     # The types that the others lack, in three parts.
     "k_quants": Spec(
         Qwen3Config(
@@ -276,6 +413,8 @@ def stored_name(name, kind):
     if base in NAMES:
         return f"{NAMES[base]}.{end}"
     _, _, layer, part = base.split(".", 3)
+    if end in ("A_log", "dt_bias"):
+        return f"blk.{layer}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
     return f"blk.{layer}.{(NAMES | NAMES_OF.get(kind, {}))[part]}.{end}"
 
 
@@ -287,6 +426,107 @@ def interleaved(weight, heads):
 def halves(weight, heads):
     """The inverse of `interleaved`."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def value_heads(part, weight, config, to_file):
+    """The value heads of Qwen3.5's tensors in llama.cpp's order, that of each key head's first ones first, or back."""
+    keys, heads, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    before = 2 * keys * config.linear_key_head_dim
+    order = np.arange(heads).reshape(keys, heads // keys).T.reshape(-1)
+    order = order if to_file else np.argsort(order)
+    wide = (order[:, None] * width + np.arange(width)).reshape(-1)
+    if part in ("attn_qkv", "ssm_conv1d"):
+        return weight[np.concatenate([np.arange(before), before + wide])]
+    if part == "attn_gate":
+        return weight[wide]
+    if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
+        return weight[order]
+    return weight[:, wide] if part == "ssm_out" else weight
+
+
+def by_projection(state):
+    """transformers' tensors with those of experts apart: gates, up and down projections, as llama.cpp stacks them."""
+    for name, weight in state.items():
+        start, _, end = name.partition(".mlp.experts.")
+        if not end:
+            yield name, weight
+        elif end == "down_proj":
+            yield f"{start}.mlp.down_exps.weight", weight
+        else:
+            gates, ups = weight.chunk(2, dim=1)
+            yield f"{start}.mlp.gate_exps.weight", gates
+            yield f"{start}.mlp.up_exps.weight", ups
+
+
+def joined(state):
+    """The inverse of `by_projection`."""
+    all = {name: weight for name, weight in state.items() if "_exps." not in name}
+    for name, weight in state.items():
+        start, _, end = name.partition(".mlp.")
+        if end == "down_exps.weight":
+            all[f"{start}.mlp.experts.down_proj"] = weight
+        elif end == "gate_exps.weight":
+            all[f"{start}.mlp.experts.gate_up_proj"] = torch.cat([weight, state[f"{start}.mlp.up_exps.weight"]], 1)
+    return all
+
+
+def is_plus_one(stored, kind):
+    return kind in PLUS_ONE and stored.endswith("norm.weight") and "ssm_norm" not in stored
+
+
+def in_file(stored, weight, config):
+    """The numbers of a tensor of the newer families as llama.cpp's converter stores them."""
+    part = stored.split(".")[2] if stored.startswith("blk.") else stored.split(".")[0]
+    if config.model_type == "qwen3_5_text":
+        weight = value_heads(part, weight.squeeze(1) if part == "ssm_conv1d" else weight, config, True)
+        weight = -np.exp(weight) if part == "ssm_a" else weight
+    return weight + np.float32(1) if is_plus_one(stored, config.model_type) else weight
+
+
+def in_folder(stored, weight, config):
+    """The inverse of `in_file`."""
+    part = stored.split(".")[2] if stored.startswith("blk.") else stored.split(".")[0]
+    if config.model_type == "qwen3_5_text":
+        weight = value_heads(part, weight, config, False)
+        weight = weight[:, None] if part == "ssm_conv1d" else weight
+        weight = np.log(-weight) if part == "ssm_a" else weight
+    return weight - np.float32(1) if is_plus_one(stored, config.model_type) else weight
+
+
+def add_settings(writer, config):
+    """The keys of the newer families."""
+    kind = config.model_type
+    rope = config.rope_parameters
+    if kind == "qwen3_5_text":
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    elif kind == "gemma3_text":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+    elif kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        writer.add_sliding_window(config.sliding_window)
+    elif kind == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    elif kind == "ministral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 # Where the f16 scales are in the blocks that the package reads and does not write, with values for weights of about 0.3.
@@ -314,7 +554,7 @@ def random_blocks(shape, to, generator):
 def rope_factors(config):
     """llama.cpp's factors of Llama 3.1's angles, as its converter computes them."""
     rope = config.rope_parameters
-    if rope["rope_type"] != "llama3":
+    if rope.get("rope_type") != "llama3":
         return None
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]
@@ -380,7 +620,7 @@ def make(name):
     generator = torch.Generator().manual_seed(spec.seed)
     torch.manual_seed(spec.seed)
     model = AutoModelForCausalLM.from_config(config)
-    writer = gguf.GGUFWriter(path, kind, split_max_tensors=spec.split)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES.get(kind, kind), split_max_tensors=spec.split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -394,7 +634,9 @@ def make(name):
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps if kind == "lfm2" else config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if kind != "gemma2":
+        writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -406,12 +648,13 @@ def make(name):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    add_settings(writer, config)
     if spec.tokenizer:
         add_tokenizer(writer, spec)
     factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
-    for own, weight in model.state_dict().items():
+    for own, weight in by_projection(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = stored_name(own, kind)
@@ -426,6 +669,9 @@ def make(name):
             weight = interleaved(weight, heads)
         if own.endswith("conv.conv.weight"):
             weight = weight.squeeze(1)
+        if is_plus_one(stored, kind):
+            weight = weight - np.float32(1)
+        weight = in_file(stored, weight, config)
         types = spec.types.get(part, Type.F32) if weight.ndim > 1 else Type.F32
         to = types[int(stored.split(".")[1])] if isinstance(types, list) else types
         if to in SCALES:
@@ -444,7 +690,7 @@ def values(name):
     spec, config = SPECS[name], SPECS[name].config
     readers, state, samples = [gguf.GGUFReader(path) for path in paths(name)], {}, {}
     model = AutoModelForCausalLM.from_config(config).eval()
-    owns = {stored_name(own, config.model_type): own for own in model.state_dict()}
+    owns = {stored_name(own, config.model_type): own for own, _ in by_projection(model.state_dict())}
     for tensor in (tensor for reader in readers for tensor in reader.tensors):
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name not in owns:
@@ -453,17 +699,22 @@ def values(name):
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
         if config.model_type in INTERLEAVED and heads:
             weight = halves(weight, heads)
+        weight = in_folder(tensor.name, weight, config)
         weight = torch.from_numpy(np.array(weight, np.float32))
         weight = weight[:, None] if tensor.name.endswith("shortconv.conv.weight") else weight
         state[owns[tensor.name]] = weight
         if not any(key.startswith(f"{tensor.tensor_type.name}.") for key in samples):
             samples |= thin.rows({f"{tensor.tensor_type.name}.{owns[tensor.name]}": weight.clone()})
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing, unexpected = model.load_state_dict(joined(state), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
     logits = model(IDS).logits
-    if name in ("llama", "qwen2"):  # transformers reads neither rope_freqs nor the width of Qwen3's heads
-        theirs = AutoModelForCausalLM.from_pretrained(FILES, gguf_file=f"{name}.gguf", dtype=torch.float32).eval()
+    # transformers reads neither rope_freqs nor the width of heads; with the configuration it reads the others' tensors.
+    settings = {"llama": {}, "qwen2": {}, "qwen35": {}, "gemma2": {"config": config}, "gemma3": {"config": config}, "qwen3moe": {"config": config}}
+    if name in settings:
+        theirs = AutoModelForCausalLM.from_pretrained(
+            FILES, gguf_file=f"{name}.gguf", dtype=torch.float32, **settings[name]
+        ).eval()
         assert (theirs(IDS).logits - logits).abs().max() < 1e-5, name
     found = {"input_ids": IDS, "logits": logits, **samples}
     return {key: tensor.contiguous() for key, tensor in found.items()}
@@ -474,14 +725,39 @@ def texts(name):
     if SPECS[name].tokenizer is None:
         return None
     tokenizer = AutoTokenizer.from_pretrained(HERE / SPECS[name].tokenizer)
-    if SPECS[name].pre == "qwen2":  # the same vocabulary with Qwen2's rules
+    kinds = {"qwen2": Qwen2Tokenizer, "qwen35": Qwen3_5Tokenizer}
+    if SPECS[name].pre in kinds:  # the same vocabulary with their rules
         model = json.loads((HERE / SPECS[name].tokenizer / "tokenizer.json").read_text())["model"]
-        tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+        tokenizer = kinds[SPECS[name].pre](vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
     return [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+
+
+def read_back(rlhf):
+    """Files that `rlhf convert` makes of folders, read by the package: their tensors, and their keys and values."""
+    skipped = ("GGUF.", "split.", "general.", "tokenizer.ggml.scores", "tokenizer.ggml.add_")
+    with tempfile.TemporaryDirectory() as work:
+        for name in SPECS:
+            folder, made = f"{work}/{name}", f"{work}/{name}.gguf"
+            subprocess.run([rlhf, "convert", paths(name)[0], folder], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([rlhf, "convert", folder, "--output_file", made, "--outtype", "f32"], check=True, stdout=subprocess.DEVNULL)
+            source, found = [gguf.GGUFReader(path) for path in paths(name)], gguf.GGUFReader(made)
+            tensors = {tensor.name: tensor for tensor in found.tensors}
+            for tensor in (tensor for reader in source for tensor in reader.tensors):
+                expected, other = (gguf.dequantize(t.data, t.tensor_type) for t in (tensor, tensors.pop(tensor.name)))
+                # A rate of decay has been a logarithm, factors of angles are computed again.
+                near = 1e-6 if tensor.name.endswith("ssm_a") or tensor.name == "rope_freqs.weight" else 0
+                assert np.allclose(other, expected, rtol=near, atol=0), f"{name}: {tensor.name}"
+            assert not tensors, f"{name}: {sorted(tensors)}"
+            for key, field in source[0].fields.items():
+                if not key.startswith(skipped):
+                    assert found.fields[key].contents() == field.contents(), f"{name}: {key}"
+            print(f"{name}: {len(found.tensors)} tensors")
 
 
 def main():
     torch.set_num_threads(1)
+    if sys.argv[1:2] == ["--read"]:
+        return read_back(sys.argv[2])
     transformers.logging.set_verbosity_error()
     check = sys.argv[1:] == ["--check"]
     FILES.mkdir(exist_ok=True)

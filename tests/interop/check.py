@@ -1006,7 +1006,8 @@ def encoder_decoder_checks(work):
 
 def gguf_checks(work):
     """Folders that `rlhf convert` made, read by transformers."""
-    for name in ("llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "k_quants"):
+    names = ("llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "k_quants", "qwen35", "gemma3", "gemma2", "mistral3", "qwen3moe")
+    for name in names:
 
         def check(name=name):
             folder, golden = work / f"gguf_{name}", load_file(GOLDEN / "gguf" / f"{name}.safetensors")

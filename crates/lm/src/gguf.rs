@@ -258,14 +258,40 @@ impl Gguf {
     /// # Errors
     /// If there is no such tensor, the file cannot be read, or there is not enough memory.
     pub fn read(&self, name: &str, kind: Kind) -> Result<Tensor> {
-        let entry =
-            self.tensors.get(name).ok_or_else(|| self.error(format!("expected the tensor `{name}`, found none")))?;
-        let tensor = Tensor::f_empty(entry.shape.as_slice(), (kind, Device::Cpu))?;
+        let entry = self.entry(name)?;
+        self.read_from(entry, &entry.shape, 0, kind)
+    }
+
+    /// Reads the entry `index` of the first dimension of the tensor `name`, which has three dimensions, as [`Gguf::read`].
+    ///
+    /// # Errors
+    /// As [`Gguf::read`]; if there is no such entry.
+    pub fn read_entry(&self, name: &str, index: i64, kind: Kind) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        match entry.shape.as_slice() {
+            // Rows are whole blocks.
+            [count, rows, width] if (0..*count).contains(&index) => {
+                self.read_from(entry, &[*rows, *width], index as u64, kind)
+            }
+            shape => {
+                Err(self.error(format!("tensor `{name}`: expected an entry {index} of matrices, found {shape:?}")))
+            }
+        }
+    }
+
+    fn entry(&self, name: &str) -> Result<&TensorEntry> {
+        self.tensors.get(name).ok_or_else(|| self.error(format!("expected the tensor `{name}`, found none")))
+    }
+
+    /// Reads a tensor of this shape after `before` others in the numbers of `entry`.
+    fn read_from(&self, entry: &TensorEntry, shape: &[i64], before: u64, kind: Kind) -> Result<Tensor> {
+        let tensor = Tensor::f_empty(shape, (kind, Device::Cpu))?;
         let (from, flat) = (&self.parts[entry.part], tensor.f_view([-1])?);
         let block = entry.kind.block();
         let at_once = READ_AT_ONCE / block.bytes * block.bytes;
         let mut left = flat.size()[0] as usize / block.elements * block.bytes;
-        let (mut bytes, mut place, mut filled) = (vec![0; at_once.min(left)], entry.start, 0);
+        let start = entry.start + before * left as u64;
+        let (mut bytes, mut place, mut filled) = (vec![0; at_once.min(left)], start, 0);
         while left > 0 {
             let part = &mut bytes[..at_once.min(left)];
             from.file.read_exact_at(part, place).map_err(Error::io("read", &from.path))?;

@@ -3,16 +3,24 @@
 use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::convert::convert;
-use rlhf::gguf::{Gguf, TensorType};
+use rlhf::gguf::{Gguf, GgufTensor, Stored, TensorType, Value as GgufValue, write};
 use rlhf::model::{CausalLm, Dtype, ModelOptions};
 use rlhf::settings::{ConvertConfig, GgufType};
 use rlhf::tokenizer::Tokenizer;
 use rlhf::weights::Checkpoint;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
-const NAMES: [&str; 9] = ["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2", "k_quants"];
+const NAMES: [&str; 14] = [
+    "llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2", "k_quants", "qwen35", "gemma3",
+    "gemma2", "mistral3", "qwen3moe",
+];
+
+/// The architectures, as errors list them.
+const ARCHITECTURES: &str =
+    "llama, qwen2, qwen3, qwen3moe, qwen35, smollm3, olmo2, granite, lfm2, gemma2, gemma3 or mistral3";
 
 /// The end of the name of a part of `k_quants`.
 fn part(number: usize) -> String {
@@ -79,7 +87,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
         }
         assert_eq!(
             kinds,
-            [7, 2, 2, 2, 2, 2, 2, 2, 10][NAMES.iter().position(|other| *other == name).unwrap()],
+            [7, 2, 2, 2, 2, 2, 2, 2, 10, 2, 2, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()],
             "{name}"
         );
         let ids = golden.rows("input_ids");
@@ -109,9 +117,14 @@ fn a_file_made_of_a_converted_folder_has_the_metadata_of_the_first_and_becomes_t
             }
         }
         convert(&ConvertConfig::new(&made, &second)).unwrap();
-        for file in ["model.safetensors", "config.json"] {
-            let [first, second] = [&first, &second].map(|dir| std::fs::read(dir.join(file)).unwrap());
-            assert!(first == second, "{name}: {file}");
+        let [config, again] = [&first, &second].map(|dir| std::fs::read(dir.join("config.json")).unwrap());
+        assert!(config == again, "{name}: config.json");
+        let [source, again] = [&first, &second].map(|dir| Checkpoint::open(dir).unwrap());
+        for name in source.names() {
+            let [expected, found] = [&source, &again].map(|from| from.read(name, Device::Cpu, Kind::Float).unwrap());
+            // A logarithm and back is rounded.
+            let allowed = if name.ends_with(".A_log") { 1e-6 } else { 0.0 };
+            assert_close(name, &found, &expected, allowed);
         }
         for case in texts[name].as_array().into_iter().flatten() {
             let text = case["text"].as_str().unwrap();
@@ -195,7 +208,8 @@ fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
     for (config, message) in [
         (
             ConvertConfig::export(models.join("gpt2"), &out),
-            "expected a model of type llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2",
+            "expected a model of type llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, smollm3, olmo2, granite, lfm2, gemma2, gemma3_text or \
+             ministral3, found `gpt2`",
         ),
         (ConvertConfig::export(golden().join("lora/llama_untied"), &out), "found an adapter; `rlhf merge`"),
         (
@@ -216,6 +230,360 @@ fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
     let error = convert(&ConvertConfig::export(models.join("llama_untied"), &out)).unwrap_err().to_string();
     assert!(error.ends_with("out.gguf: expected a new file, found one"), "{error}");
     assert_eq!(std::fs::read(&out).unwrap(), b"a");
+}
+
+/// The keys of `architecture` in the file at `path`, without the prefix.
+fn keys_of(path: &Path, architecture: &str) -> Vec<(String, GgufValue)> {
+    let prefix = format!("{architecture}.");
+    let file = Gguf::open(path).unwrap();
+    let keys = file.metadata().iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value)));
+    keys.map(|(key, value)| (key.to_string(), value.clone())).collect()
+}
+
+/// The keys by llama.cpp's converter (`set_gguf_parameters` of these families), in the order of their names.
+#[test]
+fn newer_families_have_the_keys_of_llama_cpps_converter_and_no_others() {
+    let size = GgufValue::Integer;
+    let number = GgufValue::Number;
+    let text = |text: &str| GgufValue::Text(text.into());
+    let common = |layers: i64| {
+        vec![
+            ("block_count", size(layers)),
+            ("context_length", size(64)),
+            ("embedding_length", size(32)),
+            ("feed_forward_length", size(64)),
+            ("attention.head_count", size(4)),
+            ("attention.head_count_kv", size(2)),
+            ("attention.key_length", size(16)),
+            ("attention.value_length", size(16)),
+        ]
+    };
+    let epsilon = ("attention.layer_norm_rms_epsilon", number(1e-5));
+    for (name, model_type, layers, keys) in [
+        (
+            "qwen35",
+            "qwen3_5_text",
+            3,
+            vec![
+                epsilon.clone(),
+                ("full_attention_interval", size(3)),
+                ("rope.dimension_count", size(8)),
+                ("rope.dimension_sections", GgufValue::Integers(vec![2, 1, 1, 0])),
+                ("rope.freq_base", number(1e5)),
+                ("ssm.conv_kernel", size(4)),
+                ("ssm.group_count", size(3)),
+                ("ssm.inner_size", size(48)),
+                ("ssm.state_size", size(8)),
+                ("ssm.time_step_rank", size(6)),
+            ],
+        ),
+        (
+            "gemma3",
+            "gemma3_text",
+            6,
+            vec![
+                epsilon.clone(),
+                ("attention.sliding_window", size(5)),
+                ("rope.freq_base", number(1e5)),
+                ("rope.freq_base_swa", number(500.0)),
+                ("rope.scaling.factor", number(4.0)),
+                ("rope.scaling.type", text("linear")),
+            ],
+        ),
+        (
+            "gemma2",
+            "gemma2",
+            2,
+            vec![
+                epsilon.clone(),
+                ("attention.sliding_window", size(5)),
+                ("attn_logit_softcapping", number(5.0)),
+                ("final_logit_softcapping", number(3.0)),
+            ],
+        ),
+        (
+            "qwen3moe",
+            "qwen3_moe",
+            2,
+            vec![
+                epsilon.clone(),
+                ("expert_count", size(11)),
+                ("expert_feed_forward_length", size(32)),
+                ("expert_used_count", size(2)),
+                ("rope.freq_base", number(1e4)),
+            ],
+        ),
+        (
+            "mistral3",
+            "ministral3",
+            2,
+            vec![
+                epsilon.clone(),
+                ("attention.temperature_scale", number(0.25)),
+                ("rope.dimension_count", size(16)),
+                ("rope.freq_base", number(1e4)),
+                ("rope.scaling.factor", number(8.0)),
+                ("rope.scaling.original_context_length", size(8)),
+                ("rope.scaling.type", text("yarn")),
+                ("rope.scaling.yarn_beta_fast", number(8.0)),
+                ("rope.scaling.yarn_beta_slow", number(0.5)),
+                ("rope.scaling.yarn_log_multiplier", number(1.0)),
+                ("vocab_size", size(96)),
+            ],
+        ),
+    ] {
+        let scratch = tempfile::tempdir().unwrap();
+        let (folder, made) = (scratch.path().join("folder"), scratch.path().join("made.gguf"));
+        convert(&ConvertConfig::new(file(name), &folder)).unwrap();
+        assert_eq!(read_json(&folder.join("config.json"))["model_type"], model_type);
+        convert(&ConvertConfig::export(&folder, &made)).unwrap();
+        let mut expected: Vec<(String, GgufValue)> =
+            common(layers).into_iter().chain(keys).map(|(key, value)| (key.to_string(), value)).collect();
+        expected.sort_by(|(a, _), (b, _)| a.cmp(b));
+        assert_eq!(keys_of(&made, name), expected, "{name}");
+        assert_eq!(Gguf::open(&made).unwrap().text("general.architecture").unwrap(), Some(name));
+    }
+}
+
+/// A copy of the golden model `name` with other settings; `null` removes one.
+fn changed(name: &str, out: &Path, settings: &Value) {
+    std::fs::create_dir_all(out).unwrap();
+    let from = golden().join("models").join(name);
+    std::fs::copy(from.join("model.safetensors"), out.join("model.safetensors")).unwrap();
+    let mut config = read_json(&from.join("config.json"));
+    for (key, value) in settings.as_object().unwrap() {
+        config[key.as_str()] = value.clone();
+    }
+    std::fs::write(out.join("config.json"), config.to_string()).unwrap();
+}
+
+#[test]
+fn golden_models_of_newer_families_become_files_and_the_same_models_again() {
+    for (name, settings) in [
+        // Settings that llama.cpp's files have no place for.
+        ("gemma3", json!({"final_logit_softcapping": null, "query_pre_attn_scalar": 16})),
+        ("gemma2", json!({"query_pre_attn_scalar": 16})),
+        ("ministral3", json!({})),
+    ] {
+        let scratch = tempfile::tempdir().unwrap();
+        let [folder, made, again] = ["folder", "made.gguf", "again"].map(|name| scratch.path().join(name));
+        changed(name, &folder, &settings);
+        let outtype = GgufType::F32;
+        convert(&ConvertConfig { outtype, ..ConvertConfig::export(&folder, &made) }).unwrap();
+        convert(&ConvertConfig::new(&made, &again)).unwrap();
+        let [source, found] =
+            [&folder, &again].map(|dir| CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap());
+        for (param, found) in source.params().iter().zip(found.params()) {
+            // A norm loses the bits below those of 1.
+            assert_close(&format!("{name}: {}", param.name), &found.tensor, &param.tensor, 1e-7);
+        }
+        let rows = vec![(3..20).collect::<Vec<i64>>()];
+        let [expected, found] = [&source, &found].map(|model| model.logits(&rows).unwrap().remove(0));
+        assert_close(name, &found, &expected, 1e-5);
+        let sizes = |model: &CausalLm| {
+            let config = model.config();
+            (config.windows.clone(), config.ropes.clone(), config.layer_ropes.clone(), config.query_growth)
+        };
+        assert_eq!(sizes(&found_model(&again)), sizes(&source), "{name}");
+    }
+}
+
+fn found_model(dir: &Path) -> CausalLm {
+    CausalLm::from_pretrained(dir, ModelOptions::default()).unwrap()
+}
+
+#[test]
+fn settings_that_llama_cpp_would_compute_otherwise_are_refused_by_key() {
+    let layers = |kind: &str| json!([kind, "full_attention"]);
+    for (name, settings, message) in [
+        (
+            "qwen3_5",
+            json!({}),
+            "`linear_value_head_dim`: expected linear_key_head_dim = 8, as llama.cpp has one width, found 12",
+        ),
+        (
+            "gemma3",
+            json!({"final_logit_softcapping": null}),
+            "`query_pre_attn_scalar`: expected 16, which llama.cpp takes from the other sizes, found 24",
+        ),
+        (
+            "gemma3",
+            json!({"query_pre_attn_scalar": 16}),
+            "`final_logit_softcapping`: expected null, as llama.cpp has no cap in models with windows, found 3",
+        ),
+        (
+            "gemma2",
+            json!({"query_pre_attn_scalar": 16, "attn_logit_softcapping": null}),
+            "`attn_logit_softcapping`: expected a number, found null",
+        ),
+        (
+            "gemma2",
+            json!({"query_pre_attn_scalar": 16, "layer_types": ["full_attention", "sliding_attention"]}),
+            "`layer_types`: expected windows in every other layer, and one width, found others",
+        ),
+        (
+            "ministral3",
+            json!({"rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.3,
+            }}),
+            "`rope_parameters`: expected yarn with truncate, and equal mscale and mscale_all_dim, as llama.cpp computes it",
+        ),
+        ("gemma2", json!({"layer_types": layers("full_attention")}), "`query_pre_attn_scalar`: expected 16"),
+        (
+            "qwen3_moe",
+            json!({"norm_topk_prob": true}),
+            "`mlp_only_layers`: expected experts in all layers, as llama.cpp has them, found other layers",
+        ),
+    ] {
+        let scratch = tempfile::tempdir().unwrap();
+        let (folder, out) = (scratch.path().join("folder"), scratch.path().join("out.gguf"));
+        changed(name, &folder, &settings);
+        let error = convert(&ConvertConfig::export(&folder, &out)).unwrap_err().to_string();
+        assert!(error.contains("config.json: ") && error.contains(message) && !error.contains('\n'), "{error}");
+        assert!(!out.exists());
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let (folder, out) = (scratch.path().join("folder"), scratch.path().join("out.gguf"));
+    convert(&ConvertConfig::new(file("qwen3moe"), &folder)).unwrap();
+    let mut config = read_json(&folder.join("config.json"));
+    config["norm_topk_prob"] = json!(false);
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let error = convert(&ConvertConfig::export(&folder, &out)).unwrap_err().to_string();
+    assert!(error.ends_with("`norm_topk_prob`: expected true, as llama.cpp computes it, found false"), "{error}");
+}
+
+/// Writes the file `name` again in f32, with changed metadata and tensors.
+fn rewritten(name: &str, out: &Path, change: impl Fn(&mut BTreeMap<String, GgufValue>, &mut BTreeMap<String, Tensor>)) {
+    let from = Gguf::open(&file(name)).unwrap();
+    let mut metadata = from.metadata().clone();
+    let tensors = from.tensors().keys().map(|name| (name.clone(), from.read(name, Kind::Float).unwrap()));
+    let mut tensors: BTreeMap<String, Tensor> = tensors.collect();
+    change(&mut metadata, &mut tensors);
+    let stored = Stored::F32;
+    let specs: Vec<GgufTensor> =
+        tensors.iter().map(|(name, tensor)| GgufTensor { name: name.clone(), shape: tensor.size(), stored }).collect();
+    let metadata: Vec<(String, GgufValue)> = metadata.into_iter().collect();
+    let all: Vec<&Tensor> = tensors.values().collect();
+    write(out, &metadata, &specs, &mut |i| Ok(all[i].shallow_clone())).unwrap();
+}
+
+#[test]
+fn layers_that_predict_further_tokens_are_left_out_and_a_list_of_recurrent_layers_is_read() {
+    let scratch = tempfile::tempdir().unwrap();
+    let [plain, from, out] = ["plain", "model.gguf", "out"].map(|name| scratch.path().join(name));
+    rewritten("qwen35", &from, |metadata, tensors| {
+        metadata.insert("qwen35.block_count".into(), GgufValue::Integer(4));
+        metadata.insert("qwen35.nextn_predict_layers".into(), GgufValue::Integer(1));
+        metadata.remove("qwen35.full_attention_interval").unwrap();
+        metadata.insert("qwen35.attention.recurrent_layers".into(), GgufValue::Integers(vec![1, 1, 0, 0]));
+        tensors.insert("blk.3.nextn.eh_proj.weight".into(), Tensor::zeros([32, 64], (Kind::Float, Device::Cpu)));
+        tensors.insert("blk.3.attn_norm.weight".into(), Tensor::zeros([32], (Kind::Float, Device::Cpu)));
+    });
+    convert(&ConvertConfig::new(file("qwen35"), &plain)).unwrap();
+    convert(&ConvertConfig::new(&from, &out)).unwrap();
+    for name in ["config.json", "model.safetensors", "tokenizer.json"] {
+        let [expected, found] = [&plain, &out].map(|dir| std::fs::read(dir.join(name)).unwrap());
+        assert!(expected == found, "{name}");
+    }
+    let config = read_json(&out.join("config.json"));
+    assert_eq!(config["layer_types"], json!(["linear_attention", "linear_attention", "full_attention"]));
+}
+
+#[test]
+fn damaged_settings_of_newer_families_are_refused_by_key() {
+    type Change = fn(&mut BTreeMap<String, GgufValue>, &mut BTreeMap<String, Tensor>);
+    let cases: [(&str, Change, &str); 8] = [
+        (
+            "qwen35",
+            |_, tensors| drop(tensors.get_mut("blk.0.ssm_a").unwrap().neg_()),
+            "tensor `blk.0.ssm_a`: expected negative rates of decay, found ",
+        ),
+        (
+            "qwen35",
+            |metadata, _| drop(metadata.insert("qwen35.ssm.time_step_rank".into(), GgufValue::Integer(5))),
+            "`qwen35.ssm.inner_size`: expected a multiple of 5 heads, found 48",
+        ),
+        (
+            "qwen35",
+            |metadata, _| drop(metadata.insert("qwen35.nextn_predict_layers".into(), GgufValue::Integer(3))),
+            "`qwen35.nextn_predict_layers`: expected fewer than all 3 layers, found 3",
+        ),
+        (
+            "qwen35",
+            |metadata, _| {
+                drop(metadata.insert("qwen35.attention.recurrent_layers".into(), GgufValue::Integers(vec![1, 0])));
+            },
+            "`qwen35.attention.recurrent_layers`: expected a truth value for each of 3 layers, found 2",
+        ),
+        (
+            "qwen35",
+            |metadata, _| drop(metadata.insert("qwen35.rope.dimension_count".into(), GgufValue::Integer(17))),
+            "`qwen35.rope.dimension_count`: expected from 1 to 16, found 17",
+        ),
+        (
+            "gemma3",
+            |metadata, _| drop(metadata.remove("gemma3.attention.sliding_window")),
+            "expected the key `gemma3.attention.sliding_window`, found none",
+        ),
+        (
+            "gemma3",
+            |metadata, _| drop(metadata.insert("gemma3.final_logit_softcapping".into(), GgufValue::Number(30.0))),
+            "`gemma3.final_logit_softcapping`: this setting is not supported",
+        ),
+        (
+            "mistral3",
+            |metadata, _| drop(metadata.remove("mistral3.rope.scaling.type")),
+            "`mistral3.rope.scaling.type`: expected yarn, found another type or none",
+        ),
+    ];
+    for (name, change, message) in cases {
+        let scratch = tempfile::tempdir().unwrap();
+        let from = scratch.path().join("made.gguf");
+        rewritten(name, &from, change);
+        let error = refused(&std::fs::read(&from).unwrap());
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[test]
+fn gemmas_added_tokens_are_written_as_llama_cpps_converter_has_them_and_read_back() {
+    let scratch = tempfile::tempdir().unwrap();
+    let [folder, made, again] = ["folder", "made.gguf", "again"].map(|name| scratch.path().join(name));
+    convert(&ConvertConfig::new(file("llama"), &folder)).unwrap();
+    let path = folder.join("tokenizer.json");
+    let mut tokenizer = read_json(&path);
+    for (id, text) in [(390, "\u{2581}\u{2581}\u{2581}"), (391, "<unused0>"), (392, "<table>")] {
+        tokenizer["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false,
+        }));
+        let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        vocab.retain(|_, other| *other != json!(id));
+        vocab.insert(text.into(), json!(id));
+        let known: Vec<String> = vocab.keys().cloned().collect();
+        let merges = tokenizer["model"]["merges"].as_array_mut().unwrap();
+        let is_known = |part: &Value| known.iter().any(|text| part == text);
+        merges.retain(|pair| {
+            let whole = format!("{}{}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap());
+            is_known(&pair[0]) && is_known(&pair[1]) && known.contains(&whole)
+        });
+    }
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    convert(&ConvertConfig::export(&folder, &made)).unwrap();
+    let written = Gguf::open(&made).unwrap();
+    let (texts, kinds) = (
+        written.texts("tokenizer.ggml.tokens").unwrap().unwrap(),
+        written.integers("tokenizer.ggml.token_type").unwrap().unwrap(),
+    );
+    // Three is a control token, four one that the user defined.
+    for (id, text, kind) in [(390, "   ", 4), (391, "<unused0>", 3), (392, "<table>", 4)] {
+        assert_eq!((texts[id].as_str(), kinds[id]), (text, kind));
+    }
+    convert(&ConvertConfig::new(&made, &again)).unwrap();
+    let again = read_json(&again.join("tokenizer.json"));
+    assert_eq!(again["model"]["vocab"]["\u{2581}\u{2581}\u{2581}"], 390);
+    let found = again["added_tokens"].as_array().unwrap().iter().find(|token| token["id"] == 390).unwrap();
+    assert_eq!(found["content"], "\u{2581}\u{2581}\u{2581}");
 }
 
 #[test]
@@ -339,7 +707,7 @@ fn an_unsupported_part_is_refused_by_name_before_anything_is_written() {
     for (bytes, message) in [
         (
             replaced("llama", b"llama", b"mamba"),
-            "`general.architecture`: expected llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2, found \"mamba\"",
+            format!("`general.architecture`: expected {ARCHITECTURES}, found \"mamba\"").as_str(),
         ),
         (
             replaced("llama", b"llama.rope.freq_base", b"llama.rope.freq_size"),

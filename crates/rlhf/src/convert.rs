@@ -2,11 +2,14 @@
 
 mod description;
 mod export;
+mod forms;
+mod order;
 mod vocabulary;
 
 use crate::run::output_dir::{CONFIG, FolderLock, check_folder, claim_locked, is_run_file, resolved_settings};
 use crate::settings::ConvertConfig;
 use description::{Description, describe};
+use order::To;
 use rlhf_base::safe_text::beginning;
 use rlhf_base::weights::{STAGING, TensorSpec, pretty, replace_files, save_of, write_text};
 use rlhf_base::{Error, Result};
@@ -53,9 +56,13 @@ fn import(config: &ConvertConfig, out: &Path) -> Result<ConvertReport> {
     let model = ModelConfig::from_json(file.path(), described.config.clone())?;
     let kind = config.dtype.kind().unwrap_or(Kind::Float);
     let plan = plan(&file, &described, &model, kind)?;
+    for planned in plan.iter().filter(|planned| order::is_rate(&planned.spec.name)) {
+        // They are refused before anything is written.
+        drop(planned.read(&file, &described, &model)?);
+    }
     let vocabulary = Vocabulary::read(&file, model.vocab_size)?;
-    let specs: Vec<TensorSpec> = plan.iter().map(|(spec, _)| spec.clone()).collect();
-    let mut tensor = |i: usize| read(&file, &described, &plan[i].1, kind);
+    let specs: Vec<TensorSpec> = plan.iter().map(|planned| planned.spec.clone()).collect();
+    let mut tensor = |i: usize| plan[i].read(&file, &described, &model);
     let _hold = claim_locked(out, lock, unfinished, config)?;
     replace_files(out, |dir| {
         save_of(dir, &specs, config.max_shard_size.0, &mut tensor)?;
@@ -104,128 +111,85 @@ fn holds_conversion(dir: &Path, config: &ConvertConfig) -> bool {
     written.is_some() && written == serde_json::to_value(config).ok().and_then(names)
 }
 
-/// The tensors to write, each with its name in the GGUF file, in the order of the model.
-fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<(TensorSpec, String)>> {
+/// A tensor to write.
+#[derive(Debug)]
+struct Planned {
+    spec: TensorSpec,
+    /// Its name in the GGUF file.
+    stored: String,
+    /// The entry of that tensor, if it stacks matrices.
+    entry: Option<i64>,
+}
+
+/// A file's tensor for a name in a model folder: its name, its shape, and the entry of a stack.
+type Stored<'a> = (&'a str, &'a [i64], Option<i64>);
+
+/// The tensors of the file by their names in a model folder.
+fn stored_tensors<'a>(file: &'a Gguf, described: &Description) -> Result<BTreeMap<String, Stored<'a>>> {
     let mut by_name = BTreeMap::new();
     for (name, entry) in file.tensors() {
-        if described.unused.contains(&name.as_str()) {
+        // Layers after the model's predict further tokens.
+        let is_later = forms::numbered("blk.", name).is_some_and(|(layer, _)| described.is_later(layer));
+        if is_later || described.unused.contains(&name.as_str()) {
             continue;
         }
         let shown = beginning(name, 120);
-        let folder_name = renamed(name, model.family.name).ok_or_else(|| {
-            file.error(format!("tensor `{shown}`: a `{}` model has no such tensor", model.family.name))
-        })?;
-        if let Some((other, _)) = by_name.insert(folder_name, (name, &entry.shape)) {
-            let other = beginning(other, 120);
-            return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
+        let count = if entry.shape.len() == 3 { entry.shape[0] } else { 0 };
+        // No model has more experts than this.
+        let stack = described.form.stacked_names(name, count.min(1 << 16)).filter(|_| count > 0);
+        let folder_names: Vec<(String, Option<i64>)> = match (stack, described.form.folder_name(name)) {
+            (Some(names), _) => names.into_iter().zip((0..).map(Some)).collect(),
+            (None, Some(only)) => vec![(only, None)],
+            (None, None) => {
+                let family = described.form.model_type;
+                return Err(file.error(format!("tensor `{shown}`: a `{family}` model has no such tensor")));
+            }
+        };
+        for (folder_name, at) in folder_names {
+            let shape = if at.is_some() { &entry.shape[1..] } else { &entry.shape[..] };
+            if let Some((other, ..)) = by_name.insert(folder_name, (name.as_str(), shape, at)) {
+                let other = beginning(other, 120);
+                return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
+            }
         }
     }
+    Ok(by_name)
+}
+
+/// The tensors to write, in the order of the model.
+fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -> Result<Vec<Planned>> {
+    let mut by_name = stored_tensors(file, described)?;
     let expected = ModelSizes::shapes_of_causal_lm(model, file.path())?;
     let mut plan = Vec::new();
     for (name, shape) in expected {
-        let (stored, found) =
+        let (stored, found, entry) =
             by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
         // llama.cpp's convolutions have no dimension of groups.
-        if *found != shape && !(is_convolution(&name) && *found == [shape[0], shape[2]]) {
+        if *found != shape && !(order::is_convolution(&name) && *found == [shape[0], shape[2]]) {
             let stored = beginning(stored, 120);
             return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
         }
-        plan.push((TensorSpec { name, kind, shape }, stored.clone()));
+        plan.push(Planned { spec: TensorSpec { name, kind, shape }, stored: stored.into(), entry });
     }
     match by_name.values().next() {
         None => Ok(plan),
-        Some((stored, _)) => Err(file
+        Some((stored, ..)) => Err(file
             .error(format!("tensor `{}`: a model of the file's settings has no such tensor", beginning(stored, 120)))),
     }
 }
 
-/// Names of the parts of a layer: llama.cpp's, and the one in a model folder.
-const PARTS: [(&str, &str); 13] = [
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("post_attention_norm", "post_attention_layernorm"),
-    ("post_ffw_norm", "post_feedforward_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-];
-
-/// The same of LFM2.
-const LFM2_PARTS: [(&str, &str); 14] = [
-    ("attn_norm", "operator_norm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_layernorm"),
-    ("attn_k_norm", "self_attn.k_layernorm"),
-    ("attn_output", "self_attn.out_proj"),
-    ("shortconv.in_proj", "conv.in_proj"),
-    ("shortconv.conv", "conv.conv"),
-    ("shortconv.out_proj", "conv.out_proj"),
-    ("ffn_norm", "ffn_norm"),
-    ("ffn_gate", "feed_forward.w1"),
-    ("ffn_up", "feed_forward.w3"),
-    ("ffn_down", "feed_forward.w2"),
-];
-
-/// Names of the parts of a layer of this architecture.
-fn layer_parts(architecture: &str) -> &'static [(&'static str, &'static str)] {
-    if architecture == "lfm2" { &LFM2_PARTS } else { &PARTS }
-}
-
-/// Names of the tensors outside the layers.
-fn root_tensors(architecture: &str) -> [(&'static str, &'static str); 3] {
-    let norm = if architecture == "lfm2" {
-        ("token_embd_norm.weight", "model.embedding_norm.weight")
-    } else {
-        ("output_norm.weight", "model.norm.weight")
-    };
-    [("token_embd.weight", "model.embed_tokens.weight"), norm, ("output.weight", "lm_head.weight")]
-}
-
-/// Whether the tensor of a model folder is the weight of a convolution, `[width, 1, kernel]`.
-fn is_convolution(name: &str) -> bool {
-    name.ends_with(".conv.conv.weight")
-}
-
-/// Whether llama.cpp rotates neighbouring dimensions of queries and keys together in models of this architecture.
-fn is_interleaved(architecture: &str) -> bool {
-    ["llama", "smollm3", "granite"].contains(&architecture)
-}
-
-/// The name in a model folder of a tensor of a GGUF file.
-fn renamed(name: &str, architecture: &str) -> Option<String> {
-    if let Some((_, whole)) = root_tensors(architecture).into_iter().find(|(gguf, _)| *gguf == name) {
-        return Some(whole.into());
+impl Planned {
+    /// Reads the tensor, in a model folder's order.
+    fn read(&self, file: &Gguf, described: &Description, model: &ModelConfig) -> Result<Tensor> {
+        let TensorSpec { name, kind, .. } = &self.spec;
+        // Numbers that change are rounded to `kind` after that.
+        let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { *kind };
+        let tensor = match self.entry {
+            None => file.read(&self.stored, read_kind)?,
+            Some(entry) => file.read_entry(&self.stored, entry, read_kind)?,
+        };
+        let tensor = order::reordered(name, tensor, model, described.form.is_interleaved, To::Folder)
+            .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(&self.stored, 120))))?;
+        Ok(tensor.to_kind(*kind))
     }
-    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-    let layer: usize = layer.parse().ok()?;
-    let (part, end) = rest.rsplit_once('.')?;
-    let (_, folder_part) = layer_parts(architecture).iter().find(|(gguf, _)| *gguf == part)?;
-    ["weight", "bias"].contains(&end).then(|| format!("model.layers.{layer}.{folder_part}.{end}"))
-}
-
-/// Reads a tensor, with the rows of queries and keys in the order of a model folder.
-fn read(file: &Gguf, described: &Description, name: &str, kind: Kind) -> Result<Tensor> {
-    let tensor = file.read(name, kind)?;
-    let heads = match name.split('.').nth(2) {
-        Some("attn_q") => described.heads,
-        Some("attn_k") => described.kv_heads,
-        Some("shortconv") if name.ends_with(".conv.weight") => return Ok(tensor.unsqueeze(1)),
-        _ => return Ok(tensor),
-    };
-    if !described.interleaved {
-        return Ok(tensor);
-    }
-    // llama.cpp rotates dimensions 2i and 2i + 1 of a head together, transformers i and i + half.
-    let mut shape = tensor.size();
-    let whole = shape.clone();
-    shape.splice(0..1, [heads, whole[0] / heads / 2, 2]);
-    Ok(tensor.f_view(shape.as_slice())?.transpose(1, 2).f_reshape(whole.as_slice())?)
 }

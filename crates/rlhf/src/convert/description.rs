@@ -1,5 +1,10 @@
 //! The metadata of a GGUF file as a `config.json`.
 
+mod extras;
+
+pub(super) use extras::score_width;
+
+use super::forms::{ATTENTION_SCALE, EMBEDDING_SCALE, Form, LOGIT_SCALE, NEXTN, RESIDUAL_SCALE, listed};
 use rlhf_base::Result;
 use rlhf_base::safe_text::beginning;
 use rlhf_lm::gguf::{Gguf, Value as Meta};
@@ -14,7 +19,7 @@ const KNOWN: [&str; 20] = [
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
+    EPSILON,
     "attention.value_length",
     "block_count",
     "context_length",
@@ -33,28 +38,28 @@ const KNOWN: [&str; 20] = [
     "vocab_size",
 ];
 
-/// Factors of Granite's scores, embeddings, branches and logits.
-pub(super) const ATTENTION_SCALE: &str = "attention.scale";
-pub(super) const EMBEDDING_SCALE: &str = "embedding_scale";
-pub(super) const RESIDUAL_SCALE: &str = "residual_scale";
-pub(super) const LOGIT_SCALE: &str = "logit_scale";
-/// Number of tokens that LFM2's convolutions read.
-pub(super) const CONV_CACHE: &str = "shortconv.l_cache";
-const GRANITE_SCALES: [&str; 4] = [ATTENTION_SCALE, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGIT_SCALE];
+/// Key of the norms' epsilon.
+const EPSILON: &str = "attention.layer_norm_rms_epsilon";
 
 /// A model as its file describes it.
 #[derive(Debug)]
 pub(super) struct Description {
     /// The content of its `config.json`.
     pub(super) config: Map<String, Value>,
-    /// Number of query heads.
-    pub(super) heads: i64,
-    /// Number of key and value heads.
-    pub(super) kv_heads: i64,
-    /// Whether neighbouring dimensions of queries and keys are rotated together.
-    pub(super) interleaved: bool,
+    /// The form of its family.
+    pub(super) form: &'static Form,
     /// Tensors that become part of the configuration.
     pub(super) unused: Vec<&'static str>,
+    /// The number of layers, and of those after them, which predict further tokens.
+    layers: [i64; 2],
+}
+
+impl Description {
+    /// Whether this layer is one of those after the model's.
+    pub(super) fn is_later(&self, layer: usize) -> bool {
+        let [layers, later] = self.layers;
+        (layers..layers + later).contains(&(layer as i64))
+    }
 }
 
 /// Reads a file's metadata.
@@ -63,22 +68,11 @@ pub(super) struct Description {
 /// If a setting is missing, has another type, or is not supported.
 pub(super) fn describe(file: &Gguf) -> Result<Description> {
     let architecture = file.text("general.architecture")?.unwrap_or_default();
-    let class = match architecture {
-        "llama" => "LlamaForCausalLM",
-        "qwen2" => "Qwen2ForCausalLM",
-        "qwen3" => "Qwen3ForCausalLM",
-        // Every fourth layer has no positions, as transformers has it by default.
-        "smollm3" => "SmolLM3ForCausalLM",
-        "olmo2" => "Olmo2ForCausalLM",
-        "granite" => "GraniteForCausalLM",
-        "lfm2" => "Lfm2ForCausalLM",
-        other => {
-            let other = beginning(other, 120);
-            let expected = "llama, qwen2, qwen3, smollm3, olmo2, granite or lfm2";
-            return Err(file.error(format!("`general.architecture`: expected {expected}, found {other:?}")));
-        }
-    };
-    let settings = Settings { file, architecture };
+    let form = Form::of_architecture(architecture).ok_or_else(|| {
+        let (expected, other) = (listed(|form| form.architecture), beginning(architecture, 120));
+        file.error(format!("`general.architecture`: expected {expected}, found {other:?}"))
+    })?;
+    let settings = Settings { file, architecture, form };
     settings.check_known()?;
     let heads = settings.size("attention.head_count")?;
     let hidden = settings.size("embedding_length")?;
@@ -86,27 +80,28 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     let head_dim = settings.head_dim(hidden, heads)?;
     let embedding = file.tensors().get("token_embd.weight").map(|entry| entry.shape[0]);
     let vocab = embedding.ok_or_else(|| file.error("expected the tensor `token_embd.weight`, found none"))?;
-    let eps = settings.key("attention.layer_norm_rms_epsilon");
-    let eps = file.number(&eps)?.ok_or_else(|| file.error(format!("expected the key `{eps}`, found none")))?;
+    let eps = settings.required(EPSILON)?;
     let theta = file.number(&settings.key("rope.freq_base"))?.unwrap_or(10_000.0);
     let (rope_scaling, unused) = settings.rope_scaling(head_dim, theta)?;
+    let layers = settings.layers()?;
     let mut config = Map::from_iter([
-        ("architectures".into(), json!([class])),
-        ("model_type".into(), json!(architecture)),
+        ("architectures".into(), json!([form.class])),
+        ("model_type".into(), json!(form.model_type)),
         ("vocab_size".into(), json!(vocab)),
         ("hidden_size".into(), json!(hidden)),
         ("intermediate_size".into(), json!(settings.size("feed_forward_length")?)),
-        ("num_hidden_layers".into(), json!(settings.size("block_count")?)),
+        ("num_hidden_layers".into(), json!(layers[0])),
         ("num_attention_heads".into(), json!(heads)),
         ("num_key_value_heads".into(), json!(kv_heads)),
         ("head_dim".into(), json!(head_dim)),
-        ("hidden_act".into(), json!("silu")),
         ("max_position_embeddings".into(), json!(settings.size("context_length")?)),
         ("rms_norm_eps".into(), json!(eps)),
-        ("rope_theta".into(), json!(theta)),
         ("tie_word_embeddings".into(), json!(!file.tensors().contains_key("output.weight"))),
         ("torch_dtype".into(), json!("float32")),
     ]);
+    if !form.is_gemma() {
+        config.insert("hidden_act".into(), json!("silu"));
+    }
     let has = |name: &str| file.tensors().contains_key(name);
     if architecture != "qwen2" {
         config.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
@@ -114,28 +109,25 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     if ["llama", "granite"].contains(&architecture) {
         config.insert("mlp_bias".into(), json!(has("blk.0.ffn_down.bias")));
     }
-    if architecture == "granite" {
-        config.extend(settings.factors(head_dim)?);
-    }
-    if architecture == "lfm2" {
-        config.extend([
-            ("norm_eps".into(), json!(eps)),
-            ("conv_L_cache".into(), json!(settings.size(CONV_CACHE)?)),
-            ("conv_bias".into(), json!(false)),
-            ("block_auto_adjust_ff_dim".into(), json!(false)),
-        ]);
-        config.extend(layer_types.map(|types| ("layer_types".to_string(), types)));
-    }
-    config.extend(rope_scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
+    let sizes = extras::Sizes { hidden, heads, head_dim, layers: layers[0] };
+    config.extend(match architecture {
+        "granite" => settings.factors(head_dim)?,
+        "lfm2" => settings.convolutions(eps, layer_types)?,
+        "qwen35" => settings.delta(sizes)?,
+        "qwen3moe" => settings.experts()?,
+        "gemma2" | "gemma3" => settings.gemma(sizes)?,
+        _ => Map::new(),
+    });
+    config.extend(settings.ropes(theta, rope_scaling, head_dim)?);
     config.extend(settings.special_tokens()?);
-    let interleaved = super::is_interleaved(architecture);
-    Ok(Description { config, heads, kv_heads, interleaved, unused })
+    Ok(Description { config, form, unused, layers })
 }
 
 /// The settings of a file's architecture.
 struct Settings<'a> {
     file: &'a Gguf,
     architecture: &'a str,
+    form: &'static Form,
 }
 
 impl Settings<'_> {
@@ -147,18 +139,16 @@ impl Settings<'_> {
     fn check_known(&self) -> Result<()> {
         let prefix = self.key("");
         let names = self.file.metadata().keys().filter_map(|key| key.strip_prefix(&prefix));
-        let is_extra = |name: &str| match self.architecture {
-            "granite" => GRANITE_SCALES.contains(&name),
-            "lfm2" => name == CONV_CACHE,
-            _ => false,
-        };
+        let is_extra = |name: &str| self.form.keys.contains(&name);
         match names.clone().find(|name| !KNOWN.contains(name) && !is_extra(name)) {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
-            None if self.optional("expert_count")?.is_some_and(|count| count > 0) => Err(self
-                .file
-                .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported"))),
+            None if !self.form.has_experts() && self.optional("expert_count")?.is_some_and(|count| count > 0) => {
+                Err(self
+                    .file
+                    .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported")))
+            }
             None => Ok(()),
         }
     }
@@ -172,6 +162,23 @@ impl Settings<'_> {
             }
             found => Ok(found),
         }
+    }
+
+    /// The number of a key that must be there.
+    fn required(&self, name: &str) -> Result<f64> {
+        let key = self.key(name);
+        self.file.number(&key)?.ok_or_else(|| self.file.error(format!("expected the key `{key}`, found none")))
+    }
+
+    /// The number of layers, and of those after them.
+    fn layers(&self) -> Result<[i64; 2]> {
+        let all = self.size("block_count")?;
+        let later = if self.form.keys.contains(&NEXTN) { self.optional(NEXTN)?.unwrap_or(0) } else { 0 };
+        if later >= all {
+            let message = format!("`{}`: expected fewer than all {all} layers, found {later}", self.key(NEXTN));
+            return Err(self.file.error(message));
+        }
+        Ok([all - later, later])
     }
 
     fn size(&self, name: &str) -> Result<i64> {
@@ -213,10 +220,12 @@ impl Settings<'_> {
         ]))
     }
 
-    /// The width of a head; all of it is rotated.
+    /// The width of a head; all of it is rotated but in Qwen3.5.
     fn head_dim(&self, hidden: i64, heads: i64) -> Result<i64> {
         let key = self.optional("attention.key_length")?;
-        let head_dim = match key.or(self.optional("rope.dimension_count")?) {
+        let is_part = self.architecture == "qwen35";
+        let rotated = if is_part { None } else { self.optional("rope.dimension_count")? };
+        let head_dim = match key.or(rotated) {
             Some(n @ 1..) => n,
             Some(n) => return Err(self.file.error(format!("the width of a head: expected 1 or more, found {n}"))),
             None if hidden % heads == 0 => hidden / heads,
@@ -227,7 +236,8 @@ impl Settings<'_> {
             }
         };
         for name in ["rope.dimension_count", "attention.value_length"] {
-            if let Some(found) = self.optional(name)?.filter(|&found| found != head_dim) {
+            let differs = |found: &i64| *found != head_dim && !(is_part && name.starts_with("rope."));
+            if let Some(found) = self.optional(name)?.filter(differs) {
                 let message = format!("`{}`: expected {head_dim}, the width of a head, found {found}", self.key(name));
                 return Err(self.file.error(message));
             }
@@ -240,11 +250,7 @@ impl Settings<'_> {
         if self.file.tensors().contains_key(ROPE_FACTORS) {
             return Ok((Some(self.llama3(head_dim, theta)?), vec![ROPE_FACTORS]));
         }
-        let factor_key = self.key("rope.scaling.factor");
-        let factor = || -> Result<f64> {
-            let found = self.file.number(&factor_key)?;
-            found.ok_or_else(|| self.file.error(format!("expected the key `{factor_key}`, found none")))
-        };
+        let factor = || self.required("rope.scaling.factor");
         let key = self.key("rope.scaling.type");
         let scaling = match self.file.text(&key)? {
             None | Some("none") => match self.file.number(&self.key("rope.scale_linear"))? {

@@ -1,18 +1,20 @@
 //! `rlhf convert MODEL --output_file FILE.gguf`: makes a GGUF file of a model folder, as llama.cpp's converter does.
 
+mod extras;
 mod tokens;
 
-use super::description::{ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, LOGIT_SCALE, RESIDUAL_SCALE};
+use super::forms::{
+    ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, Form, LOGIT_SCALE, RESIDUAL_SCALE, ROUTER_PART, listed,
+};
+use super::order::{To, is_convolution, reordered};
 use crate::settings::{ConvertConfig, GgufType};
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::{GgufTensor, Stored, Value, write};
 use rlhf_lm::model::{Activation, CausalLm, Mixing, ModelConfig, ModelOptions, Param, RopeScaling};
+use std::collections::HashMap;
 use std::path::Path;
 use tch::{Kind, Tensor};
-
-/// The `model_type`s that are written, under the same names of llama.cpp's architectures.
-const ARCHITECTURES: [&str; 7] = ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2"];
 
 /// Name of the tensor with the factors of Llama 3.1's rotary angles.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -31,20 +33,30 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
         return Err(Error::invalid(dir, "expected a model, found an adapter; `rlhf merge` makes a model of it"));
     }
     let model = CausalLm::from_pretrained(dir, ModelOptions::default())?;
+    let form = form(&model, dir)?;
     check(&model, dir)?;
-    let mut metadata = describe(model.config(), dir, config.outtype)?;
+    let mut metadata = describe(model.config(), form, dir, config.outtype)?;
     metadata.extend(tokens::describe(dir, model.config())?);
     let factors = rope_factors(model.config());
     let params = model.params();
-    let tensor_spec = |param: &Param| spec(&param.name, param.tensor.size(), model.config(), config.outtype);
-    let mut tensors: Vec<GgufTensor> = params.iter().map(tensor_spec).collect::<Result<_>>()?;
+    let groups = groups(params, form);
+    let tensor_spec = |group: &Group<'_>| {
+        let Group { name, members } = group;
+        let (first, count) = (members[0], members.len() as i64);
+        let mut shape = first.tensor.size();
+        if form.stack_name(&first.name).is_some() {
+            shape.insert(0, count);
+        }
+        spec((&first.name, name), shape, model.config(), config.outtype)
+    };
+    let mut tensors: Vec<GgufTensor> = groups.iter().map(tensor_spec).collect::<Result<_>>()?;
     tensors.extend(factors.as_ref().map(|factors| GgufTensor {
         name: ROPE_FACTORS.into(),
         shape: factors.size(),
         stored: Stored::F32,
     }));
-    let mut read = |i: usize| match params.get(i) {
-        Some(param) => in_order(param, model.config()),
+    let mut read = |i: usize| match groups.get(i) {
+        Some(group) => group.read(model.config(), form),
         None => Ok(factors.as_ref().expect("only they come after the parameters").shallow_clone()),
     };
     // An incomplete file is removed.
@@ -52,41 +64,85 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     Ok(tensors.len())
 }
 
+/// A tensor of the file, with the parameters that it holds: one, or a matrix of each expert.
+#[derive(Debug)]
+struct Group<'a> {
+    name: Option<String>,
+    members: Vec<&'a Param>,
+}
+
+/// The tensors of the file, in the order of their first parameters.
+fn groups<'a>(params: impl IntoIterator<Item = &'a Param>, form: &Form) -> Vec<Group<'a>> {
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    let mut stacks: HashMap<String, usize> = HashMap::new();
+    for param in params {
+        match form.stack_name(&param.name) {
+            Some(name) => match stacks.get(&name) {
+                Some(at) => groups[*at].members.push(param),
+                None => {
+                    stacks.insert(name.clone(), groups.len());
+                    groups.push(Group { name: Some(name), members: vec![param] });
+                }
+            },
+            None => groups.push(Group { name: form.gguf_name(&param.name), members: vec![param] }),
+        }
+    }
+    groups
+}
+
+impl Group<'_> {
+    fn read(&self, config: &ModelConfig, form: &Form) -> Result<Tensor> {
+        let float = |param: &Param| tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
+        if form.stack_name(&self.members[0].name).is_some() {
+            return Ok(Tensor::f_stack(&self.members.iter().map(|param| float(param)).collect::<Vec<_>>(), 0)?);
+        }
+        let param = self.members[0];
+        reordered(&param.name, float(param), config, form.is_interleaved, To::File)
+    }
+}
+
+/// The form of the model in the folder `dir`.
+fn form(model: &CausalLm, dir: &Path) -> Result<&'static Form> {
+    let found = model.config().family.name;
+    Form::of_model_type(found).ok_or_else(|| {
+        let expected = listed(|form| form.model_type);
+        Error::invalid(dir, format!("expected a model of type {expected}, found `{found}`"))
+    })
+}
+
 fn check(model: &CausalLm, dir: &Path) -> Result<()> {
     let config = model.config();
-    if !ARCHITECTURES.contains(&config.family.name) {
-        let (last, others) = ARCHITECTURES.split_last().expect("there are several");
-        let expected = format!("{} or {last}", others.join(", "));
-        return Err(Error::invalid(
-            dir,
-            format!("expected a model of type {expected}, found `{}`", config.family.name),
-        ));
-    }
     if model.quantization().is_some() {
         return Err(Error::invalid(dir, "expected plain weights, found those of bitsandbytes"));
     }
     let rotated = |layer: usize| config.family.name != "smollm3" || !(layer + 1).is_multiple_of(4);
     let usual = config.layer_ropes.iter().enumerate().all(|(layer, rope)| rope.is_some() == rotated(layer));
-    if !usual || config.activation != Activation::Silu {
-        let message =
-            "expected the non-linearity silu, and layers without positions where llama.cpp has them, found others";
+    let (activation, expected) = match config.family.name {
+        "gemma2" | "gemma3_text" => (Activation::GeluTanh, "gelu_pytorch_tanh"),
+        _ => (Activation::Silu, "silu"),
+    };
+    if !usual || config.activation != activation {
+        let message = format!(
+            "expected the non-linearity {expected}, and layers without positions where llama.cpp has them, found others"
+        );
         return Err(Error::invalid(dir, message));
     }
     if matches!(config.mixing, Some(Mixing::ShortConv { bias: true, .. })) {
         return Err(Error::invalid(dir, "expected convolutions without biases, which llama.cpp's files lack"));
     }
-    if config.windows.iter().any(Option::is_some) {
+    let has_windows = config.windows.iter().any(Option::is_some);
+    if has_windows && !["gemma2", "gemma3_text"].contains(&config.family.name) {
         return Err(Error::invalid(
             dir,
             "expected attention without windows, which llama.cpp does not apply to this type",
         ));
     }
-    Ok(())
+    extras::check(config, dir)
 }
 
 /// The metadata of the model, without that of its tokenizer, in the order of llama.cpp's converter.
-fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(String, Value)>> {
-    let architecture = config.family.name;
+fn describe(config: &ModelConfig, form: &Form, dir: &Path, outtype: GgufType) -> Result<Vec<(String, Value)>> {
+    let architecture = form.architecture;
     let size = |n: i64| Value::Integer(n);
     let mut all = vec![
         ("general.architecture".to_string(), Value::Text(architecture.into())),
@@ -102,13 +158,22 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
         ("feed_forward_length", size(config.intermediate_size)),
         ("attention.head_count", size(config.num_attention_heads)),
         ("attention.head_count_kv", key_heads(config)),
-        ("rope.freq_base", Value::Number(rope.theta)),
         ("attention.layer_norm_rms_epsilon", Value::Number(config.norm_eps)),
         ("attention.key_length", size(config.head_dim)),
         ("attention.value_length", size(config.head_dim)),
-        ("vocab_size", size(config.vocab_size)),
-        ("rope.dimension_count", size(rope.dim)),
     ];
+    // llama.cpp's converter leaves out some keys of some families.
+    if architecture != "gemma2" || rope.theta != 10_000.0 {
+        model_keys.push(("rope.freq_base", Value::Number(rope.theta)));
+    }
+    if !form.is_gemma() {
+        if architecture != "qwen3moe" {
+            model_keys.push(("rope.dimension_count", size(rope.dim)));
+        }
+        if !["qwen35", "qwen3moe"].contains(&architecture) {
+            model_keys.push(("vocab_size", size(config.vocab_size)));
+        }
+    }
     match &rope.scaling {
         // Llama 3.1's factors are a tensor.
         RopeScaling::Default | RopeScaling::Llama3 { .. } => {}
@@ -116,7 +181,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
             ("rope.scaling.type", Value::Text("linear".into())),
             ("rope.scaling.factor", Value::Number(*factor)),
         ]),
-        RopeScaling::Yarn { factor, original, .. } if is_usual_yarn(&rope.scaling) => {
+        RopeScaling::Yarn { factor, original, .. } if architecture == "mistral3" || is_usual_yarn(&rope.scaling) => {
             model_keys.extend([
                 ("rope.scaling.type", Value::Text("yarn".into())),
                 ("rope.scaling.factor", Value::Number(*factor)),
@@ -140,6 +205,7 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
             (LOGIT_SCALE, Value::Number(1.0 / config.lm_head_scale)),
         ]);
     }
+    model_keys.extend(extras::keys(config, form, dir)?);
     all.extend(model_keys.into_iter().map(|(name, value)| (format!("{architecture}.{name}"), value)));
     all.push(("general.file_type".into(), size(outtype.file_type())));
     if outtype.is_quantized() {
@@ -152,8 +218,11 @@ fn describe(config: &ModelConfig, dir: &Path, outtype: GgufType) -> Result<Vec<(
 fn key_heads(config: &ModelConfig) -> Value {
     let heads = config.num_key_value_heads;
     match config.mixing {
-        None => Value::Integer(heads),
-        Some(_) => Value::Integers(config.mixes.iter().map(|mixes| if *mixes { 0 } else { heads }).collect()),
+        // Qwen3.5's layers without attention are stated by an interval.
+        None | Some(Mixing::GatedDelta(_)) => Value::Integer(heads),
+        Some(Mixing::ShortConv { .. }) => {
+            Value::Integers(config.mixes.iter().map(|mixes| if *mixes { 0 } else { heads }).collect())
+        }
     }
 }
 
@@ -167,16 +236,22 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
 }
 
 /// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
-fn spec(param_name: &str, mut shape: Vec<i64>, config: &ModelConfig, outtype: GgufType) -> Result<GgufTensor> {
-    let is_convolution = super::is_convolution(param_name);
+fn spec(
+    (param_name, name): (&str, &Option<String>),
+    mut shape: Vec<i64>,
+    config: &ModelConfig,
+    outtype: GgufType,
+) -> Result<GgufTensor> {
+    let is_convolution = is_convolution(param_name);
     if is_convolution {
         shape.remove(1);
     }
-    let name = gguf_name(param_name, config.family.name)
-        .ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
+    let name =
+        name.clone().ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
     let wanted = if outtype == GgufType::Q4KM { in_mix(&name, config) } else { outtype.stored() };
+    let is_router = name.contains(ROUTER_PART);
     let stored = match shape.as_slice() {
-        [_, width] if !is_convolution => wanted.of_rows(*width),
+        [.., width] if shape.len() > 1 && !is_convolution && !is_router => wanted.of_rows(*width),
         _ => Stored::F32,
     };
     Ok(GgufTensor { name, shape, stored })
@@ -195,47 +270,12 @@ fn in_mix(name: &str, config: &ModelConfig) -> Stored {
         let all = (0..config.num_hidden_layers as usize).filter(counted).count();
         place < all / 8 || place >= 7 * all / 8 || (place - all / 8) % 3 == 2
     };
-    let matters = ["attn_v", "ffn_down"].contains(&part) && layer.is_some_and(gets_more);
+    // The queries, keys and values of the delta rule are one matrix.
+    if part == "attn_qkv" {
+        return Stored::Q6K;
+    }
+    let matters = ["attn_v", "ffn_down", "ffn_down_exps"].contains(&part) && layer.is_some_and(gets_more);
     if is_head || matters { Stored::Q6K } else { Stored::Q4K }
-}
-
-/// The name in a GGUF file of a tensor of a model folder.
-fn gguf_name(name: &str, architecture: &str) -> Option<String> {
-    if let Some((whole, _)) =
-        super::root_tensors(architecture).into_iter().find(|(_, folder_part)| *folder_part == name)
-    {
-        return Some(whole.into());
-    }
-    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
-    let (part, end) = rest.rsplit_once('.')?;
-    // OLMo 2 normalizes the outputs of attention and MLP.
-    let norms_outputs = architecture == "olmo2";
-    let folder_part = super::layer_parts(architecture).iter().find(|(gguf, folder_part)| {
-        *folder_part == part
-            && (*folder_part != "post_attention_layernorm" || (*gguf == "post_attention_norm") == norms_outputs)
-    });
-    folder_part.map(|(gguf, _)| format!("blk.{layer}.{gguf}.{end}"))
-}
-
-/// A parameter with the rows of queries and keys in llama.cpp's order.
-fn in_order(param: &Param, config: &ModelConfig) -> Result<Tensor> {
-    let tensor = tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
-    let heads = if param.name.contains(".q_proj.") {
-        config.num_attention_heads
-    } else if param.name.contains(".k_proj.") {
-        config.num_key_value_heads
-    } else if super::is_convolution(&param.name) {
-        return Ok(tensor.squeeze_dim(1));
-    } else {
-        return Ok(tensor);
-    };
-    if !super::is_interleaved(config.family.name) {
-        return Ok(tensor);
-    }
-    let mut shape = tensor.size();
-    let whole = shape.clone();
-    shape.splice(0..1, [heads, 2, whole[0] / heads / 2]);
-    Ok(tensor.f_view(shape.as_slice())?.transpose(1, 2).f_reshape(whole.as_slice())?)
 }
 
 /// The divisors of the rotary angles that Llama 3.1's scaling makes.
@@ -291,9 +331,10 @@ mod tests {
             let path = Path::new("config.json");
             let config = ModelConfig::from_json(path, config.as_object().unwrap().clone()).unwrap();
             let tensors = ModelSizes::shapes_of_causal_lm(&config, path).unwrap();
+            let form = Form::of_model_type(config.family.name).unwrap();
             let tensor_bytes = |(name, shape)| {
                 let name: String = name;
-                spec(&name, shape, &config, GgufType::Q4KM).unwrap().bytes()
+                spec((&name, &form.gguf_name(&name)), shape, &config, GgufType::Q4KM).unwrap().bytes()
             };
             assert_eq!(tensors.into_iter().map(tensor_bytes).sum::<u64>(), bytes, "{}", config.family.name);
         }

@@ -3,6 +3,7 @@
 use rlhf_base::Result;
 use rlhf_lm::gguf::{Gguf, Value as Meta};
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// Types of tokens.
@@ -15,7 +16,7 @@ pub(super) const UNUSED: i64 = 5;
 const LONGEST_MERGED: usize = 512;
 
 /// SentencePiece's space.
-const SPACE: &str = "\u{2581}";
+pub(super) const SPACE: &str = "\u{2581}";
 
 /// The regular expression by which Llama 3 splits a text.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -23,6 +24,9 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 /// The regular expression by which Qwen2 splits a text.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// The regular expression by which Qwen3.5 splits a text: marks are parts of words.
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// A tokenizer as its file describes it.
 #[derive(Debug)]
@@ -79,7 +83,7 @@ pub(super) struct Split {
 
 impl Split {
     /// llama.cpp's names of the rules that are known.
-    pub(super) const NAMES: [&str; 4] = ["gpt-2", "llama-bpe", "qwen2", "smollm"];
+    pub(super) const NAMES: [&str; 5] = ["gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm"];
 
     /// The rules that llama.cpp calls `name`.
     pub(super) fn of(name: &str) -> Option<Self> {
@@ -93,6 +97,7 @@ impl Split {
             "gpt-2" => plain(bytes(true)),
             "llama-bpe" | "llama3" | "llama-v3" => Self { ignore_merges: true, adds_bos: true, ..plain(split(LLAMA3)) },
             "qwen2" | "deepseek-r1-qwen" => Self { normalizer: json!({"type": "NFC"}), ..plain(split(QWEN2)) },
+            "qwen35" => Self { normalizer: json!({"type": "NFC"}), ..plain(split(QWEN35)) },
             "smollm" | "refact" | "starcoder" => {
                 let digits = json!({"type": "Digits", "individual_digits": true});
                 plain(json!({"type": "Sequence", "pretokenizers": [digits, bytes(true)]}))
@@ -119,7 +124,7 @@ pub(super) fn signature(steps: &Value) -> Vec<String> {
 
 /// The tokens of a file.
 struct Pieces<'a> {
-    texts: &'a [String],
+    texts: Vec<Cow<'a, str>>,
     kinds: Option<&'a [i64]>,
     scores: Option<&'a [f32]>,
 }
@@ -142,7 +147,16 @@ impl<'a> Pieces<'a> {
                 return Err(file.error(message));
             }
         }
-        Ok(Some(Self { texts, kinds, scores }))
+        // Files have plain spaces in the added tokens of Gemma that are only spaces.
+        let is_spaces = |id: usize, text: &str| {
+            kinds.is_some_and(|kinds| kinds[id] == USER_DEFINED) && !text.is_empty() && text.bytes().all(|b| b == b' ')
+        };
+        let is_sentencepiece = file.text("tokenizer.ggml.model")? == Some("llama");
+        let text = |(id, text): (usize, &'a String)| match text.as_str() {
+            text if is_sentencepiece && is_spaces(id, text) => Cow::Owned(text.replace(' ', SPACE)),
+            text => Cow::Borrowed(text),
+        };
+        Ok(Some(Self { texts: texts.iter().enumerate().map(text).collect(), kinds, scores }))
     }
 
     fn kind(&self, id: usize) -> i64 {
@@ -150,26 +164,26 @@ impl<'a> Pieces<'a> {
     }
 
     /// The tokens with their ids; padding of the vocabulary is left out.
-    fn used(&self) -> impl Iterator<Item = (usize, &'a str)> + '_ {
+    fn used(&self) -> impl Iterator<Item = (usize, &str)> + '_ {
         let texts = self.texts.iter().enumerate();
-        texts.filter(|(id, _)| self.kind(*id) != UNUSED).map(|(id, text)| (id, text.as_str()))
+        texts.filter(|(id, _)| self.kind(*id) != UNUSED).map(|(id, text)| (id, &**text))
     }
 
-    fn ids(&self) -> HashMap<&'a str, usize> {
+    fn ids(&self) -> HashMap<&str, usize> {
         self.used().map(|(id, text)| (text, id)).collect()
     }
 
-    fn repeated(&self) -> Option<&'a str> {
+    fn repeated(&self) -> Option<&str> {
         let mut seen = std::collections::HashSet::new();
         self.used().find(|(_, text)| !seen.insert(*text)).map(|(_, text)| text)
     }
 
     /// The token of the key `tokenizer.ggml.{name}_token_id`, if it is set.
-    fn special(&self, file: &Gguf, name: &str) -> Result<Option<&'a str>> {
+    fn special(&self, file: &Gguf, name: &str) -> Result<Option<&str>> {
         let key = format!("tokenizer.ggml.{name}_token_id");
         let Some(id) = file.integer(&key)? else { return Ok(None) };
         match usize::try_from(id).ok().and_then(|id| self.texts.get(id)) {
-            Some(text) => Ok(Some(text)),
+            Some(text) => Ok(Some(&**text)),
             None => {
                 let most = self.texts.len();
                 Err(file.error(format!("`{key}`: expected a token's id below {most}, found {id}")))
@@ -278,7 +292,7 @@ impl<'a> Pieces<'a> {
     }
 
     /// The merges that SentencePiece's scores imply: each way to make a token of two others, best scores first.
-    fn merges(&self, scores: &[f32]) -> Vec<[&'a str; 2]> {
+    fn merges(&self, scores: &[f32]) -> Vec<[&str; 2]> {
         let ids = self.ids();
         let mut merges: Vec<(f32, [&str; 2])> = Vec::new();
         for (id, text) in self.used().filter(|(_, text)| text.len() <= LONGEST_MERGED) {

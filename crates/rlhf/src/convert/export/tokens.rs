@@ -1,6 +1,6 @@
 //! The vocabulary of a model folder in llama.cpp's form.
 
-use super::super::vocabulary::{CONTROL, Split, UNKNOWN, UNUSED, USER_DEFINED, signature};
+use super::super::vocabulary::{CONTROL, SPACE, Split, UNKNOWN, UNUSED, USER_DEFINED, signature};
 use rlhf_base::weights::read_json;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::Value as Meta;
@@ -12,6 +12,15 @@ use std::path::Path;
 /// Types of tokens that only the export distinguishes.
 const NORMAL: i64 = 1;
 const BYTE: i64 = 6;
+
+/// Whether llama.cpp's converter takes an added token for a special one, though the tokenizer does not.
+fn looks_special(text: &str) -> bool {
+    let within = |start: &str, end: &str| text.starts_with(start) && text.ends_with(end);
+    ["<pad>", "<mask>", "<2mass>", "[@BOS@]"].contains(&text)
+        || within("<|", "|>")
+        || within("<\u{ff5c}", "\u{ff5c}>")
+        || within("<unused", ">")
+}
 
 /// The metadata of the tokenizer in the folder `dir`; none if the folder has no tokenizer.
 ///
@@ -100,12 +109,14 @@ impl Tokens<'_> {
         for (text, id, special) in self.added() {
             let kind = if Some(text) == unknown {
                 UNKNOWN
-            } else if special {
+            } else if special || looks_special(text) {
                 CONTROL
             } else {
                 USER_DEFINED
             };
-            set(text, id, kind)?;
+            // llama.cpp looks for them in the plain text.
+            let plain = if kind == USER_DEFINED { text.replace(SPACE, " ") } else { text.into() };
+            set(&plain, id, kind)?;
         }
         Ok((texts, kinds))
     }
@@ -134,7 +145,7 @@ impl Tokens<'_> {
                 })
             });
             let name = name.ok_or_else(|| {
-                self.error("`pre_tokenizer`: expected the rules of GPT-2, Llama 3, Qwen2 or SmolLM, which have names in llama.cpp")
+                self.error("`pre_tokenizer`: expected the rules of GPT-2, Llama 3, Qwen2, Qwen3.5 or SmolLM, which have names in llama.cpp")
             })?;
             all.extend(start("gpt2", name));
             all.push(("tokenizer.ggml.token_type", Meta::Integers(kinds)));

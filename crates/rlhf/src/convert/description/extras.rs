@@ -1,0 +1,185 @@
+//! Settings of single families.
+
+use super::super::forms::{
+    BETA_FAST, BETA_SLOW, CONV_CACHE, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, GROWTH, INTERVAL, LOCAL_BASE,
+    LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT, SCORE_CAP, SECTIONS, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK,
+    SSM_STATE, WINDOW,
+};
+use super::Settings;
+use rlhf_base::Result;
+use serde_json::{Map, Value, json};
+
+/// Sizes that the settings of a family depend on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) hidden: i64,
+    pub(super) heads: i64,
+    pub(super) head_dim: i64,
+    pub(super) layers: i64,
+}
+
+/// The number of layers by which llama.cpp recognizes the 27B models of Gemma 2 and Gemma 3, which scale scores by another width.
+pub(in crate::convert) fn score_width(architecture: &str, layers: i64, hidden: i64, heads: i64, head_dim: i64) -> i64 {
+    let is_largest = layers == if architecture == "gemma2" { 46 } else { 62 };
+    if is_largest { hidden / heads } else { head_dim }
+}
+
+impl Settings<'_> {
+    /// LFM2's convolutions.
+    pub(super) fn convolutions(&self, eps: f64, layer_types: Option<Value>) -> Result<Map<String, Value>> {
+        let mut all = Map::from_iter([
+            ("norm_eps".into(), json!(eps)),
+            ("conv_L_cache".into(), json!(self.size(CONV_CACHE)?)),
+            ("conv_bias".into(), json!(false)),
+            ("block_auto_adjust_ff_dim".into(), json!(false)),
+        ]);
+        all.extend(layer_types.map(|types| ("layer_types".to_string(), types)));
+        Ok(all)
+    }
+
+    /// Qwen3.5's delta rule, and the layers that have it.
+    pub(super) fn delta(&self, sizes: Sizes) -> Result<Map<String, Value>> {
+        let (inner, values, keys) = (self.size(SSM_INNER)?, self.size(SSM_RANK)?, self.size(SSM_GROUPS)?);
+        for (name, number, divisor) in [(SSM_INNER, inner, values), (SSM_RANK, values, keys)] {
+            if number % divisor != 0 {
+                let key = self.key(name);
+                return Err(self
+                    .file
+                    .error(format!("`{key}`: expected a multiple of {divisor} heads, found {number}")));
+            }
+        }
+        let layer_types = self.layers_with_attention(sizes.layers)?.into_iter();
+        let kind = |attends: bool| if attends { "full_attention" } else { "linear_attention" };
+        Ok(Map::from_iter([
+            ("layer_types".into(), json!(layer_types.map(kind).collect::<Vec<_>>())),
+            ("linear_conv_kernel_dim".into(), json!(self.size(SSM_KERNEL)?)),
+            ("linear_key_head_dim".into(), json!(self.size(SSM_STATE)?)),
+            ("linear_value_head_dim".into(), json!(inner / values)),
+            ("linear_num_key_heads".into(), json!(keys)),
+            ("linear_num_value_heads".into(), json!(values)),
+        ]))
+    }
+
+    /// Whether each layer has attention: the file says for each layer that it has none, or each so many layers have it.
+    fn layers_with_attention(&self, layers: i64) -> Result<Vec<bool>> {
+        let key = self.key(RECURRENT);
+        if let Some(recurrent) = self.file.integers(&key)? {
+            // Later layers are in the list too.
+            if (recurrent.len() as i64) < layers || recurrent.iter().any(|n| ![0, 1].contains(n)) {
+                let message =
+                    format!("`{key}`: expected a truth value for each of {layers} layers, found {}", recurrent.len());
+                return Err(self.file.error(message));
+            }
+            return Ok(recurrent.iter().take(layers as usize).map(|n| *n == 0).collect());
+        }
+        let interval = if self.optional(INTERVAL)?.is_some() { self.size(INTERVAL)? } else { 4 };
+        Ok((1..=layers).map(|number| number % interval == 0).collect())
+    }
+
+    /// Qwen3's experts. llama.cpp divides their weights by their sum.
+    pub(super) fn experts(&self) -> Result<Map<String, Value>> {
+        Ok(Map::from_iter([
+            ("num_experts".into(), json!(self.size(EXPERT_COUNT)?)),
+            ("num_experts_per_tok".into(), json!(self.size(EXPERTS_USED)?)),
+            ("moe_intermediate_size".into(), json!(self.size(EXPERT_WIDTH)?)),
+            ("norm_topk_prob".into(), json!(true)),
+            ("decoder_sparse_step".into(), json!(1)),
+            ("mlp_only_layers".into(), json!([])),
+        ]))
+    }
+
+    /// Gemma's windows, caps and factor of scores.
+    pub(super) fn gemma(&self, sizes: Sizes) -> Result<Map<String, Value>> {
+        let Sizes { hidden, heads, head_dim, layers } = sizes;
+        let is_second = self.architecture == "gemma2";
+        let window = if is_second { self.optional(WINDOW)?.unwrap_or(4096) } else { self.size(WINDOW)? };
+        let known = if is_second { 2 } else { 6 };
+        let pattern = if is_second || self.optional(PATTERN)?.is_none() { known } else { self.size(PATTERN)? };
+        let kind = |layer: i64| if (layer + 1) % pattern == 0 { "full_attention" } else { "sliding_attention" };
+        let cap = |name: &str, default: f64| -> Result<Value> {
+            if is_second { Ok(json!(self.file.number(&self.key(name))?.unwrap_or(default))) } else { Ok(Value::Null) }
+        };
+        let mut all = Map::from_iter([
+            ("hidden_activation".into(), json!("gelu_pytorch_tanh")),
+            ("query_pre_attn_scalar".into(), json!(score_width(self.architecture, layers, hidden, heads, head_dim))),
+            ("sliding_window".into(), json!(window)),
+            ("layer_types".into(), json!((0..layers).map(kind).collect::<Vec<_>>())),
+            ("attn_logit_softcapping".into(), cap(SCORE_CAP, 50.0)?),
+            ("final_logit_softcapping".into(), cap(LOGIT_CAP, 30.0)?),
+        ]);
+        if !is_second {
+            all.insert("sliding_window_pattern".into(), json!(pattern));
+        }
+        Ok(all)
+    }
+
+    /// The fields of rotary positions.
+    pub(super) fn ropes(&self, theta: f64, scaling: Option<Value>, head_dim: i64) -> Result<Map<String, Value>> {
+        let mut all = Map::from_iter([("rope_theta".to_string(), json!(theta))]);
+        match self.architecture {
+            "qwen35" => {
+                all = Map::from_iter([("rope_parameters".into(), self.sections(theta, scaling.as_ref(), head_dim)?)]);
+            }
+            "mistral3" => all = Map::from_iter([("rope_parameters".into(), self.growth(theta, scaling)?)]),
+            architecture => {
+                all.extend(scaling.map(|scaling| ("rope_scaling".to_string(), scaling)));
+                if architecture == "gemma3" {
+                    let local = self.file.number(&self.key(LOCAL_BASE))?.unwrap_or(10_000.0);
+                    all.insert("rope_local_base_freq".into(), json!(local));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Qwen3.5's rotary positions. The parts for time, height and width differ in images only.
+    fn sections(&self, theta: f64, scaling: Option<&Value>, head_dim: i64) -> Result<Value> {
+        let rotated = self.optional("rope.dimension_count")?.unwrap_or(head_dim);
+        if !(1..=head_dim).contains(&rotated) {
+            let key = self.key("rope.dimension_count");
+            return Err(self.file.error(format!("`{key}`: expected from 1 to {head_dim}, found {rotated}")));
+        }
+        let mut share = rotated as f64 / head_dim as f64;
+        if ((head_dim as f64 * share) as i64) < rotated {
+            // transformers truncates the product.
+            share *= 1.0 + f64::EPSILON;
+        }
+        let mut all = json!({"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share});
+        if let Some(sections) = self.file.integers(&self.key(SECTIONS))? {
+            all["mrope_interleaved"] = json!(true);
+            all["mrope_section"] = json!(&sections[..sections.len().min(3)]);
+        }
+        for (name, value) in scaling.and_then(Value::as_object).into_iter().flatten() {
+            all[name.as_str()] = value.clone();
+        }
+        Ok(all)
+    }
+
+    /// Ministral 3's YaRN, and the growth of its queries.
+    fn growth(&self, theta: f64, scaling: Option<Value>) -> Result<Value> {
+        let key = self.key("rope.scaling.type");
+        let Some(mut all) = scaling.filter(|scaling| scaling["rope_type"] == "yarn") else {
+            return Err(self.file.error(format!("`{key}`: expected yarn, found another type or none")));
+        };
+        let number =
+            |name: &str, default: f64| -> Result<f64> { Ok(self.file.number(&self.key(name))?.unwrap_or(default)) };
+        let multiplier = number(LOG_MULTIPLIER, 1.0)?;
+        if multiplier <= 0.0 {
+            let key = self.key(LOG_MULTIPLIER);
+            return Err(self.file.error(format!("`{key}`: expected a number above 0, found {multiplier}")));
+        }
+        let more = [
+            ("rope_theta", theta),
+            ("beta_fast", number(BETA_FAST, 32.0)?),
+            ("beta_slow", number(BETA_SLOW, 1.0)?),
+            // Equal, so that cosines and sines keep their size.
+            ("mscale", multiplier),
+            ("mscale_all_dim", multiplier),
+            ("llama_4_scaling_beta", number(GROWTH, 0.0)?),
+        ];
+        for (name, value) in more {
+            all[name] = json!(value);
+        }
+        Ok(all)
+    }
+}
