@@ -591,7 +591,7 @@ impl KvCache {
             && tch_ext::takes_attention_of_step(heads, kv_heads, head_dim)
     }
 
-    /// [`KvCache::attend_step`] where [`KvCache::attends_by_kernel`], from heads that are not rotated yet: queries, keys and values
+    /// [`KvCache::attend_step`] where `KvCache::attends_by_kernel`, from heads that are not rotated yet: queries, keys and values
     /// `[rows, heads, head_dim]` in the dtype of the cache. One kernel rotates and stores them.
     pub fn attend_step_rotating(
         &mut self,
