@@ -136,6 +136,8 @@ impl Socket {
                 "the server closed the connection".into()
             }
             tungstenite::Error::Io(e) if is_timeout(e) => "the server reads nothing".into(),
+            // A server that ends with messages of ours unread resets the connection.
+            tungstenite::Error::Io(e) if is_closed(e) => "the server closed the connection".into(),
             tungstenite::Error::Protocol(_) if !self.0.can_read() => "the server closed the connection".into(),
             tungstenite::Error::Capacity(_) => {
                 format!("expected messages of at most {MAX_MESSAGE} bytes, found a longer one")
@@ -143,6 +145,11 @@ impl Socket {
             other => format!("the connection failed: {other}"),
         }
     }
+}
+
+fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }
 
 fn is_timeout(error: &io::Error) -> bool {
