@@ -400,5 +400,11 @@ mod tests {
         let words = ["ppo", "--output_dir", "o", "--max_answer_seq_len", "11"];
         let Task::Ppo(config) = with_file(text, &words).unwrap() else { panic!() };
         assert_eq!((config.num_ppo_epochs, config.response_length, config.data.dataset_name.len()), (3, 11, 2));
+        // Both names of a setting may have the same value.
+        let same = with_file(&format!("{text}response_length: 9\n"), &["ppo", "--output_dir", "o"]);
+        assert!(same.is_ok(), "{same:?}");
+        let other = with_file(&format!("{text}response_length: 10\n"), &["ppo", "--output_dir", "o"]).unwrap_err();
+        let expected = "run.yaml:7: max_answer_seq_len and response_length are the same setting: give one of them";
+        assert_eq!(other, expected);
     }
 }

@@ -72,7 +72,7 @@ fn interpret(line: &Line<'_>, is_chat: bool, settings: &mut Vec<Setting>, messag
         let name = flag.name;
         match flag.to {
             to if flag.system == System::DeepSpeedChat && !is_chat => refusals.say(name, needs_preset(name, to)),
-            To::Is(ours) if line.on_line(ours) => {
+            To::Is(ours) if line.on_line(ours) || is_other_in_file(line, flag, ours, settings) => {
                 refusals.say(name, format!("{name} and {ours} are the same setting: give one of them"));
                 refusals.about_too(ours);
             }
@@ -92,6 +92,12 @@ fn interpret(line: &Line<'_>, is_chat: bool, settings: &mut Vec<Setting>, messag
         let groups = without_effect.iter().map(|(why, names)| format!("{} ({why})", names.join(", ")));
         notes.push(format!("without effect here: {}", groups.collect::<Vec<_>>().join("; ")));
     }
+}
+
+/// Returns whether the file has `flag` and, with another value, our name `ours` of the same setting.
+fn is_other_in_file(line: &Line<'_>, flag: &ForeignFlag, ours: &str, settings: &[Setting]) -> bool {
+    let is_other = |setting: &Setting| setting.line > 0 && setting.key == ours && setting.values != flag.values;
+    !line.on_line(flag.name) && settings.iter().any(is_other)
 }
 
 /// Returns the error for a flag of DeepSpeed-Chat without its preset.
