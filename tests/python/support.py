@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -193,4 +194,6 @@ def main(doc):
     if len(sys.argv) < 2:
         sys.exit(doc)
     use(sys.argv.pop(1))
+    # A shell starts jobs in the background with Ctrl-C ignored, which the programs of the tests would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     unittest.main(module="__main__", verbosity=1)
