@@ -9,8 +9,10 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 const SINGLE: &str = "model.safetensors";
@@ -22,8 +24,10 @@ const MAX_HEADER: u64 = 100_000_000;
 /// Buffer size for reading a tensor, in bytes: the memory that loading takes in addition to the model. Buffers of several MiB would
 /// be no faster, and the allocator would keep some of them.
 const READ_AT_ONCE: usize = 1 << 19;
-/// The same for a tensor on a GPU. Larger, because each copy waits for the GPU.
+/// The same for a tensor on a GPU, for each of [`READERS`].
 const READ_AT_ONCE_TO_GPU: usize = 1 << 22;
+/// Number of threads that read a tensor onto a GPU: a processor's core copies files and pinned memory more slowly than a GPU takes them.
+const READERS: usize = 4;
 /// Buffer size for writing a tensor, in bytes.
 const WRITE_AT_ONCE: usize = 1 << 23;
 /// Subfolder for a folder's new files until all of them are complete.
@@ -185,21 +189,20 @@ impl Checkpoint {
         // dtype.
         let flat = tensor.f_view([-1])?;
         let width = stored.elt_size_in_bytes();
-        let (mut at, end) = entry.info.data_offsets;
-        let at_once = if device == Device::Cpu { READ_AT_ONCE } else { READ_AT_ONCE_TO_GPU };
-        let mut bytes = vec![0; at_once.min(end - at)];
-        let mut filled = 0;
-        // The numbers go through a small buffer into the tensor's memory, and the device converts them, so that no second copy exists.
-        while at < end {
-            let part = &mut bytes[..at_once.min(end - at)];
-            let place = source.data_start + at as u64;
-            source.file.read_exact_at(part, place).map_err(Error::io("read", &source.path))?;
-            let len = (part.len() / width) as i64;
-            let part_read = Tensor::f_from_data_size(part, &[len], stored)?.f_to_device(device)?;
-            flat.f_narrow(0, filled, len)?.f_copy_(&part_read)?;
-            at += part.len();
-            filled += len;
-        }
+        let (start, end) = entry.info.data_offsets;
+        let (at_once, readers) = if device == Device::Cpu { (READ_AT_ONCE, 1) } else { (READ_AT_ONCE_TO_GPU, READERS) };
+        let parts = (start..end).step_by(at_once).map(|at| at..end.min(at + at_once));
+        // The numbers go through small buffers into the tensor's memory, and the device converts them, so that no second copy exists.
+        let read = |flat: &Tensor, bytes: &mut Vec<u8>, part: Range<usize>| -> Result<()> {
+            bytes.resize(part.len(), 0);
+            let place = source.data_start + part.start as u64;
+            source.file.read_exact_at(bytes, place).map_err(Error::io("read", &source.path))?;
+            let (first, len) = (((part.start - start) / width) as i64, (part.len() / width) as i64);
+            let numbers = tch_ext::moved(Tensor::f_from_data_size(bytes, &[len], stored)?, device)?;
+            flat.f_narrow(0, first, len)?.f_copy_(&numbers)?;
+            Ok(())
+        };
+        in_turns(parts, readers, &flat, read)?;
         Ok(tensor)
     }
 
@@ -283,6 +286,45 @@ pub fn no_safetensors<'a>(place: &Path, files: impl Iterator<Item = &'a str>) ->
         format!("expected {SINGLE} or {INDEX}, found neither")
     };
     Error::invalid(place, message)
+}
+
+/// Calls `read` for each of `parts` with `flat` and a buffer, in up to `threads` threads, which take the parts in order.
+///
+/// # Errors
+/// The first error of a thread; the others then end after their part.
+fn in_turns(
+    parts: impl ExactSizeIterator<Item = Range<usize>> + Send,
+    threads: usize,
+    flat: &Tensor,
+    read: impl Fn(&Tensor, &mut Vec<u8>, Range<usize>) -> Result<()> + Sync,
+) -> Result<()> {
+    let threads = threads.min(parts.len());
+    let parts = Mutex::new((parts, true));
+    let next = || {
+        let (parts, goes_on) = &mut *parts.lock().unwrap_or_else(PoisonError::into_inner);
+        if *goes_on { parts.next() } else { None }
+    };
+    let take_parts = |flat: &Tensor| -> Result<()> {
+        let mut bytes = Vec::new();
+        while let Some(part) = next() {
+            read(flat, &mut bytes, part)
+                .inspect_err(|_| parts.lock().unwrap_or_else(PoisonError::into_inner).1 = false)?;
+        }
+        Ok(())
+    };
+    if threads <= 1 {
+        return take_parts(flat);
+    }
+    std::thread::scope(|scope| {
+        let start = |_| {
+            let (flat, take_parts) = (flat.shallow_clone(), &take_parts);
+            scope.spawn(move || take_parts(&flat))
+        };
+        let started: Vec<_> = (0..threads).map(start).collect();
+        let ended =
+            started.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        ended.collect::<Vec<_>>().into_iter().collect()
+    })
 }
 
 /// Reads a safetensors header; returns it with the position of the first tensor byte.
@@ -759,6 +801,31 @@ mod tests {
                 assert_eq!(read.read("w", Device::Cpu, as_kind).unwrap(), tensor.to_kind(as_kind), "{kind:?}");
             }
         }
+    }
+
+    #[test]
+    fn parts_are_read_once_by_any_number_of_threads_and_the_first_error_ends_them() {
+        let parts = || (3..1000).step_by(7).map(|at| at..1000.min(at + 7));
+        for threads in [1, 2, 4, 500] {
+            let flat = Tensor::zeros([1000], (Kind::Int64, Device::Cpu));
+            let count = |flat: &Tensor, _: &mut Vec<u8>, part: Range<usize>| {
+                let _ = flat.narrow(0, part.start as i64, part.len() as i64).g_add_scalar_(1);
+                Ok(())
+            };
+            in_turns(parts(), threads, &flat, count).unwrap();
+            assert_eq!((flat.sum(Kind::Int64).int64_value(&[]), flat.max().int64_value(&[])), (997, 1), "{threads}");
+            let calls = Mutex::new(0);
+            let fail = |_: &Tensor, _: &mut Vec<u8>, part: Range<usize>| {
+                *calls.lock().unwrap() += 1;
+                if part.start > 9 { Err(Error::Run(format!("part {}", part.start))) } else { Ok(()) }
+            };
+            let error = in_turns(parts(), threads, &flat, fail).unwrap_err().to_string();
+            assert!(error.starts_with("part "), "{error}");
+            // One part is read, and each thread ends at its first error.
+            assert!(*calls.lock().unwrap() <= threads + 1, "{threads} threads read on after an error");
+        }
+        in_turns((0..0).map(|at| at..at), 4, &Tensor::zeros([0], (Kind::Float, Device::Cpu)), |_, _, _| Ok(()))
+            .unwrap();
     }
 
     #[test]

@@ -16,7 +16,9 @@ pub use gpu::{
 };
 pub use graph::{Graph, graphs_error, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
-pub use memory::{FlatMemory, bump_version, clear_grad, on_device, set_grad, storage_bytes, storage_id, to_host};
+pub use memory::{
+    FlatMemory, bump_version, clear_grad, moved, on_device, set_grad, storage_bytes, storage_id, to_host,
+};
 pub use mixing::{
     DeltaSizes, PackedRows, delta_rule, delta_rule_from, delta_step, gated_convolution, silu_convolution,
 };

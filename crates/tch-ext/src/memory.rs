@@ -20,15 +20,22 @@ unsafe extern "C" {
 ///
 /// A copy from ordinary memory to a GPU waits until the GPU has done all work before it; one from pinned memory does not.
 pub fn on_device<T: Element>(numbers: &[T], device: Device) -> Tensor {
-    let tensor = Tensor::from_slice(numbers);
+    moved(Tensor::from_slice(numbers), device).expect("the device has memory for it")
+}
+
+/// `tensor`, of ordinary memory, on `device`. A copy to a GPU does not wait for it.
+///
+/// # Errors
+/// If the device has no memory for it.
+pub fn moved(tensor: Tensor, device: Device) -> Result<Tensor, tch::TchError> {
     match device {
         // Not `pin_memory`, which prints at each call that its argument is deprecated. libtorch holds the pinned memory until the copy
         // is done. Without pinned memory the copy waits.
-        Device::Cuda(_) if !numbers.is_empty() => {
+        Device::Cuda(_) if tensor.numel() > 0 => {
             let kind = tensor.kind();
-            tensor.f_internal_pin_memory(device).unwrap_or(tensor).to_device_(device, kind, true, false)
+            tensor.f_internal_pin_memory(device).unwrap_or(tensor).f_to_device_(device, kind, true, false)
         }
-        _ => tensor.to_device(device),
+        _ => tensor.f_to_device(device),
     }
 }
 
