@@ -20,12 +20,14 @@ import functools
 import hashlib
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = ROOT / ".ci/checked"
@@ -450,6 +452,22 @@ def turn_of_head():
 # Running
 
 
+class Row(NamedTuple):
+    """A step in the table; without seconds it did not run."""
+
+    name: str
+    seconds: float | None
+    note: str
+    # Seconds of all cores.
+    busy: float = 0.0
+
+
+def busy_seconds():
+    """Seconds of all cores that the programs which have ended took."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class Run:
     """Steps with their times, and the closing lines of the test programs."""
 
@@ -461,7 +479,7 @@ class Run:
     def step(self, name, command):
         """Runs a command with its output on ours; returns whether it passed."""
         print(f"\n=== {name}: {command}", flush=True)
-        begin = time.monotonic()
+        begin, busy_before = time.monotonic(), busy_seconds()
         process = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, errors="replace")
         for line in process.stdout:
@@ -470,21 +488,21 @@ class Run:
             if re.match(r"test result: |\d+ passed, \d+ failed", line):
                 self.closing.append((name, line.strip()))
         passed = process.wait() == 0
-        seconds, note = time.monotonic() - begin, "" if passed else "FAILED"
-        if self.rows and self.rows[-1][0] == name:
-            _, before, failed = self.rows.pop()
-            seconds, note = seconds + before, failed or note
-        self.rows.append((name, seconds, note))
+        seconds, busy, note = time.monotonic() - begin, busy_seconds() - busy_before, "" if passed else "FAILED"
+        if self.rows and self.rows[-1].name == name:
+            before = self.rows.pop()
+            seconds, busy, note = seconds + before.seconds, busy + before.busy, before.note or note
+        self.rows.append(Row(name, seconds, note, busy))
         self.failed |= not passed
         return passed
 
     def summary(self):
-        width = max(len(name) for name, _, _ in self.rows)
-        print(f"\n{'minutes':>7}  step (load average {' '.join(f'{load:.1f}' for load in os.getloadavg())})")
-        for name, seconds, note in self.rows:
-            minutes = f"{seconds / 60:7.1f}" if seconds is not None else "      -"
+        width = max(len(row.name) for row in self.rows)
+        print(f"\nminutes, those of all cores, step (load average {' '.join(f'{load:.1f}' for load in os.getloadavg())})")
+        for name, seconds, note, busy in self.rows:
+            minutes = f"{seconds / 60:7.1f} {busy / 60:7.1f}" if seconds is not None else f"{'-':>7} {'-':>7}"
             print(f"{minutes}  {name:{width}}  {note}".rstrip())
-        print(f"{sum(seconds or 0 for _, seconds, _ in self.rows) / 60:7.1f}  in all\n")
+        print(f"{sum(row.seconds or 0 for row in self.rows) / 60:7.1f} {sum(row.busy for row in self.rows) / 60:7.1f}  in all\n")
         for name, line in self.closing:
             print(f"{name}: {line}" if not line.startswith("test result") else line)
         sys.stdout.flush()
@@ -608,16 +626,16 @@ def main():
     if not run.failed:
         seconds, failures = wait()
         if seconds > 1:
-            run.rows.append(("Python environments", seconds, "beyond the build"))
+            run.rows.append(Row("Python environments", seconds, "beyond the build"))
         for part, _ in parts:
             if missing := [name for name in part.python if name in failures]:
-                run.rows.append((part.name, None, f"FAILED: no Python environment {missing[0]}"))
+                run.rows.append(Row(part.name, None, f"FAILED: no Python environment {missing[0]}"))
                 run.failed = True
                 continue
             for command in part.steps():
                 run.step(part.name, command)
     for part, why in skipped:
-        run.rows.append((part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
+        run.rows.append(Row(part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
     run.summary()
     if not run.failed and parts and options.what != ["change"] and commit:
         note([part for part, _ in parts], commit)
