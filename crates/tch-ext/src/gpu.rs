@@ -278,7 +278,7 @@ pub enum GatedActivation {
     Silu = 2,
     /// max(x, 0).
     Relu = 3,
-    /// σ(x); on a CPU alone.
+    /// σ(x).
     Sigmoid = 4,
 }
 

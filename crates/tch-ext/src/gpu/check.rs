@@ -353,7 +353,7 @@ impl Check {
         use GatedActivation::{Gelu, GeluTanh, Relu, Sigmoid, Silu};
         let width = shape[1];
         let [gate, up, slopes] = [0.4, 0.5, 0.6].map(|frequency| (waves(&shape, frequency) * 3.0).to_kind(kind));
-        for activation in [Gelu, GeluTanh, Silu, Relu] {
+        for activation in [Gelu, GeluTanh, Silu, Relu, Sigmoid] {
             for with_up in [true, false] {
                 let what = format!("{activation:?} in {kind:?}, up {with_up}, width {width}");
                 let [g, u] = [&gate, &up].map(|x| x.to_kind(Kind::Double).copy().set_requires_grad(true));
