@@ -507,7 +507,8 @@ struct QuantizedWeight {
   Tensor linear(const Tensor& x, const MaybeTensor& bias) const {
     const auto dtype = x.scalar_type();
     const bool plain_bias = !bias || (bias->scalar_type() == dtype && bias->is_contiguous());
-    if (plain_bias && gpu::multiplies_quantized(matrix(), x)) return gpu::quantized_product(matrix(), x, value_of(bias));
+    const bool fits = x.dim() == 2 && x.size(1) == in && plain_bias;
+    if (fits && gpu::multiplies_quantized(matrix(), x, x.size(0), dtype)) return gpu::quantized_product(matrix(), x, value_of(bias));
     if (!has_kernels(dtype)) return linear_of(x, plain_values(dtype), bias);
     const int64_t rows = x.size(0);
     TORCH_CHECK(x.is_cpu() && x.size(1) == in &&
@@ -1111,6 +1112,14 @@ char* tch_ext_quantized_linear(Tensor** out, const Tensor* x, const tch_ext_quan
     const QuantizedWeight w = weight_of(weight);
     const auto kind = static_cast<at::ScalarType>(dtype);
     *out = new Tensor(QuantizedLinear::apply(*x, maybe(bias), maybe(a), maybe(b), scale, &w, kind));
+  });
+}
+
+// Whether a kernel of a GPU computes the product of `rows` rows of a dtype (libtorch's number) and a weight.
+char* tch_ext_multiplies_quantized(bool* out, const tch_ext_quantized* weight, int64_t rows, int dtype) {
+  return guard([&] {
+    const QuantizedWeight w = weight_of(weight);
+    *out = gpu::multiplies_quantized(w.matrix(), w.codes, rows, static_cast<at::ScalarType>(dtype));
   });
 }
 

@@ -438,12 +438,12 @@ impl Decoder {
         self.encoder.is_none() && self.has_plain_scores()
     }
 
-    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step, so that a CUDA graph can replay it. It does not
-    /// with an encoder or a bias by distance, which depend on lengths on the host; with `longrope`, whose factors are copied to the device; with
-    /// experts, whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
-    pub(crate) fn has_recordable_steps(&self) -> bool {
-        let constant =
-            |layer: &Layer| !layer.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step of `rows` rows, so that a CUDA graph can
+    /// replay it. It does not with an encoder or a bias by distance, which depend on lengths on the host; with `longrope`, whose factors are
+    /// copied to the device; with experts, whose rows are chosen on the host; and with parameters that are gathered. The values of large
+    /// quantized weights take too much memory, unless a kernel multiplies their codes.
+    pub(crate) fn has_recordable_steps(&self, rows: i64) -> bool {
+        let constant = |layer: &Layer| !layer.has_experts() && layer.linears().all(|linear| linear.is_recordable(rows));
         self.encoder.is_none()
             && self.has_plain_scores()
             && self.shape.rope_switch().is_none()

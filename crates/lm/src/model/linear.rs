@@ -206,6 +206,14 @@ impl Linear {
         }
     }
 
+    /// Whether a recorded decoding step of `rows` rows can have the layer.
+    pub(super) fn is_recordable(&self, rows: i64) -> bool {
+        match &self.weight {
+            Matrix::Plain(_) => true,
+            Matrix::Quantized(weight) => weight.is_recordable(rows, self.compute),
+        }
+    }
+
     /// The weight in f32 as `[out, in]`, detached.
     pub(super) fn rows(&self) -> Tensor {
         let weight = tch::no_grad(|| self.weight.stored_values()).detach();

@@ -470,9 +470,9 @@ struct QuantizedShape {
 
 }  // namespace
 
-bool multiplies_quantized(const QuantizedMatrix& w, const Tensor& x) {
+bool multiplies_quantized(const QuantizedMatrix& w, const Tensor& like, int64_t rows, at::ScalarType dtype) {
   const bool fits = w.map && w.in > 0 && w.in % CODES == 0 && w.out > 0 && w.block >= CODES && reinterpret_cast<uintptr_t>(w.codes) % 16 == 0;
-  return takes(x) && fits && has_kernel_dtype(x.scalar_type()) && x.dim() == 2 && x.size(1) == w.in && x.size(0) <= MOST_QUANTIZED_ROWS;
+  return takes(like) && fits && has_kernel_dtype(dtype) && rows <= MOST_QUANTIZED_ROWS;
 }
 
 Tensor quantized_product(const QuantizedMatrix& w, const Tensor& given, const Tensor& bias) {

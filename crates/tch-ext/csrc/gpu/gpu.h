@@ -140,8 +140,9 @@ struct AttendOptions {
 at::Tensor attend(const AttendOptions& options, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                   const at::Tensor& lengths);
 
-// Whether a kernel computes the product of `x` [rows, in] and a weight [out, in] in four bits: few rows, and packs of codes.
-bool multiplies_quantized(const QuantizedMatrix& weight, const at::Tensor& x);
+// Whether a kernel computes the product of `rows` rows of `dtype` and a weight [out, in] in four bits, on the device of `like`: few rows, and
+// packs of codes.
+bool multiplies_quantized(const QuantizedMatrix& weight, const at::Tensor& like, int64_t rows, at::ScalarType dtype);
 // `bias` may be undefined.
 at::Tensor quantized_product(const QuantizedMatrix& weight, const at::Tensor& x, const at::Tensor& bias);
 

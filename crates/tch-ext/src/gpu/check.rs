@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     AdamW, BlockedMoment, NestedScales, Norm, Quantized, adamw_blocked, adamw_rounded, dequantize, logits_gradient,
-    logits_stats, norm, quantized_linear, residual, rotate,
+    logits_stats, multiplies_quantized, norm, quantized_linear, residual, rotate,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -506,6 +506,9 @@ impl Check {
                 Quantized { widths: [width_out, width_in], codes: &codes, map: Some(&map), scales, block, nested };
             let values = dequantize(&weight, Kind::Float, true).to_kind(Kind::Double);
             let what = format!("{rows} rows of {width_in} by a weight in four bits, {kind:?}, {width_out} outputs");
+            if self.kernels(|| [rows, 9].map(|rows| multiplies_quantized(&weight, rows, kind))) != [true, false] {
+                return Err(format!("{what}: expected a kernel for these rows, and none for 9"));
+            }
             for bias in [None, Some(&bias)] {
                 let expected = x.to_kind(Kind::Double).matmul(&values.tr());
                 let expected = bias.map_or_else(|| expected.shallow_clone(), |bias| &expected + bias);
