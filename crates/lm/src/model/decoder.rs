@@ -537,7 +537,7 @@ impl Decoder {
         let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), as_leaf(&inputs)));
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i, Direction::Forward)?;
+            let _whole = self.whole_layer(i, Direction::ForwardAndBack)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
             let out = if recomputes {
                 tch::no_grad(|| self.layer(i, &input, &mut pass, rows))
