@@ -455,7 +455,7 @@ pub fn dequantize(weight: &Quantized<'_>, kind: Kind, plain: bool) -> Tensor {
 }
 
 /// libtorch's number of a dtype of products.
-fn kind_number(kind: Kind) -> c_int {
+pub(crate) fn kind_number(kind: Kind) -> c_int {
     match kind {
         Kind::Float => 6,
         Kind::Half => 5,

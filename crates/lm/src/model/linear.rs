@@ -459,11 +459,12 @@ impl Norm {
 
     /// The residual stream `x`, f32, with a branch added, and the norm of the sum in `kind`, by one GPU kernel; `None` without such a kernel.
     pub(crate) fn sum_by_kernel(&self, x: &Tensor, branch: &Tensor, kind: Kind) -> Option<(Tensor, Tensor)> {
-        if branch.kind() != kind || x.kind() != Kind::Float || !tch_ext::has_gpu_kernels(kind, x.device()) {
+        let fits = x.kind() == Kind::Float && [branch.kind(), Kind::Float].contains(&kind);
+        if !fits || !tch_ext::has_gpu_kernels(branch.kind(), x.device()) {
             return None;
         }
         let (norm, weight) = self.used(self.options());
-        Some(tch_ext::sum_norm(norm, x, (branch, None), &weight, self.bias.as_ref()))
+        Some(tch_ext::sum_norm(norm, x, (branch, None), &weight, self.bias.as_ref(), kind))
     }
 
     fn options(&self) -> tch_ext::Norm {
