@@ -828,7 +828,7 @@ fn filter(logits: &Tensor, top_k: usize, top_p: f64, min_p: f64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Batch, ModelOptions};
+    use crate::model::{Batch, ModelOptions, QuantType, Quantization};
     use rlhf_base::weights::read_json;
     use serde_json::Value;
     use std::path::Path;
@@ -986,12 +986,17 @@ mod tests {
         }
         tch_ext::load_cuda().unwrap();
         assert!(tch_ext::has_graphs(), "`make cuda` has built the library");
-        // The last three have steps that cannot be recorded.
+        // `phi3_long`, `mixtral` and `t5` have steps that cannot be recorded.
         let recorded = ["gpt2", "gpt_neox", "llama_tied", "gemma2", "gemma3", "mistral", "olmo2", "opt", "qwen3"];
-        for name in recorded.into_iter().chain(["phi3_long", "mixtral", "t5"]) {
+        let plain = recorded.into_iter().chain(["phi3_long", "mixtral", "t5"]).map(|name| (name, None));
+        // Each step computes the values of these weights.
+        let four_bits = Quantization::FourBit { quant_type: QuantType::Nf4, nested: true };
+        let quantized = [four_bits, Quantization::EightBit].map(|format| ("qwen3", Some(format)));
+        for (name, quantization) in plain.chain(quantized) {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
             let [model, on_gpu] = [Device::Cpu, Device::Cuda(0)].map(|device| {
-                CausalLm::from_pretrained(&dir, ModelOptions { device, ..ModelOptions::default() }).unwrap()
+                CausalLm::from_pretrained(&dir, ModelOptions { device, quantization, ..ModelOptions::default() })
+                    .unwrap()
             });
             let vocab = model.config().vocab_size;
             let within = |prompt: Vec<i64>| prompt.into_iter().map(|id| 5 + id % (vocab - 5)).collect();

@@ -507,7 +507,8 @@ struct QuantizedWeight {
   Tensor linear(const Tensor& x, const MaybeTensor& bias) const {
     const auto dtype = x.scalar_type();
     const bool plain_bias = !bias || (bias->scalar_type() == dtype && bias->is_contiguous());
-    if (plain_bias && gpu::multiplies_quantized(matrix(), x)) return gpu::quantized_product(matrix(), x, value_of(bias));
+    const bool fits = x.dim() == 2 && x.size(1) == in && plain_bias;
+    if (fits && gpu::multiplies_quantized(matrix(), x, x.size(0), dtype)) return gpu::quantized_product(matrix(), x, value_of(bias));
     if (!has_kernels(dtype)) return linear_of(x, plain_values(dtype), bias);
     const int64_t rows = x.size(0);
     TORCH_CHECK(x.is_cpu() && x.size(1) == in &&
@@ -911,7 +912,7 @@ struct Norm : torch::autograd::Function<Norm> {
     if (gpu::takes(x)) {
       const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
       add_norm_gradients(options, g, x, saved[4], stats, weight, bias);
-      return {gpu::norm_gradient(options, g, {}, x, used, saved[4], stats, false)[0], {}, {}, {}, {}, {}, {}};
+      return {gpu::norm_gradient(options, g, {}, x, used, saved[4], stats, std::nullopt)[0], {}, {}, {}, {}, {}, {}};
     }
     Tensor dx = at::empty_like(x, x.options().requires_grad(false));
     // Frozen weights have no gradient; weights of other dtypes than f32 are frozen.
@@ -933,18 +934,21 @@ struct Norm : torch::autograd::Function<Norm> {
 
 // --- The residual stream and its norm, on a GPU ---------------------------------------------------------------------
 
-// As `Residual`, then `Norm` of the sum in the dtype of the branches; returns both.
+// As `Residual`, then `Norm` of the sum in the dtype of the branches or in f32; returns both.
 struct SumNorm : torch::autograd::Function<SumNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& a, const MaybeTensor& b, const Tensor& weight,
-                               const MaybeTensor& maybe_bias, double eps, bool center, double offset) {
+                               const MaybeTensor& maybe_bias, const gpu::NormOptions& options, at::ScalarType dtype) {
     const Tensor input = x.contiguous(), second = b ? b->contiguous() : Tensor(), bias = value_of(maybe_bias);
     TORCH_CHECK(gpu::takes(input), "norm of a sum: no kernels are loaded for ", input.device());
     TORCH_CHECK(input.size(-1) > 0 && weight.numel() == input.size(-1), "norm of a sum: x ", input.sizes(), ", weight ", weight.sizes());
-    const auto [sums, normed, means, rstds] = gpu::sum_norm({eps, offset, center}, input, a.contiguous(), second,
-                                                            weight.to(at::kFloat).contiguous(), bias.defined() ? bias.to(at::kFloat) : bias);
+    const Tensor used = weight.to(at::kFloat).contiguous(), used_bias = bias.defined() ? bias.to(at::kFloat) : bias;
+    const auto [sums, normed, means, rstds] = gpu::sum_norm(options, input, a.contiguous(), second, used, used_bias, dtype);
     ctx->save_for_backward({sums, weight, bias, rstds, means});
-    ctx->saved_data["numbers"] = std::vector<double>{eps, center ? 1.0 : 0.0, offset};
+    ctx->saved_data["numbers"] = std::vector<double>{options.eps, options.center ? 1.0 : 0.0, options.offset};
     ctx->saved_data["two"] = b.has_value();
+    ctx->saved_data["branch"] = a.scalar_type();
+    // Nothing uses the sum after the last norm: it then has no gradient, in place of one of zeros.
+    ctx->set_materialize_grads(false);
     return {sums, normed};
   }
 
@@ -954,11 +958,17 @@ struct SumNorm : torch::autograd::Function<SumNorm> {
     const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &rstds = saved[3], &means = saved[4];
     const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
     const gpu::NormOptions options{numbers[0], numbers[2], numbers[1] != 0};
-    const Tensor of_sums = grads[0].contiguous(), g = grads[1].contiguous();
+    const auto branch = ctx->saved_data["branch"].toScalarType();
+    const Tensor of_sums = grads[0].defined() ? grads[0].contiguous() : Tensor();
+    if (!grads[1].defined()) {
+      const Tensor of_branch = of_sums.defined() ? of_sums.to(branch) : Tensor();
+      return {of_sums, of_branch, ctx->saved_data["two"].toBool() ? of_branch : Tensor(), {}, {}, {}, {}};
+    }
+    const Tensor g = grads[1].contiguous();
     add_norm_gradients(options, g, x, means, rstds, weight, bias);
     const auto [of_x, of_branch] =
-        gpu::norm_gradient(options, g, of_sums, x, weight.to(at::kFloat).contiguous(), means, rstds, true);
-    return {of_x, of_branch, ctx->saved_data["two"].toBool() ? of_branch : Tensor(), {}, {}, {}, {}, {}};
+        gpu::norm_gradient(options, g, of_sums, x, weight.to(at::kFloat).contiguous(), means, rstds, branch);
+    return {of_x, of_branch, ctx->saved_data["two"].toBool() ? of_branch : Tensor(), {}, {}, {}, {}};
   }
 };
 
@@ -981,7 +991,6 @@ struct Gated : torch::autograd::Function<Gated> {
     ctx->saved_data["activation"] = activation;
     if (gpu::takes(gate)) {
       const Tensor first = gate.contiguous(), second = up ? up->contiguous() : Tensor();
-      TORCH_CHECK(activation <= 3, "gated: no kernel of a GPU has the activation ", activation);
       ctx->save_for_backward({first, second});
       return gpu::gated(first, second, activation);
     }
@@ -1112,6 +1121,14 @@ char* tch_ext_quantized_linear(Tensor** out, const Tensor* x, const tch_ext_quan
     const QuantizedWeight w = weight_of(weight);
     const auto kind = static_cast<at::ScalarType>(dtype);
     *out = new Tensor(QuantizedLinear::apply(*x, maybe(bias), maybe(a), maybe(b), scale, &w, kind));
+  });
+}
+
+// Whether a kernel of a GPU computes the product of `rows` rows of a dtype (libtorch's number) and a weight.
+char* tch_ext_multiplies_quantized(bool* out, const tch_ext_quantized* weight, int64_t rows, int dtype) {
+  return guard([&] {
+    const QuantizedWeight w = weight_of(weight);
+    *out = gpu::multiplies_quantized(w.matrix(), w.codes, rows, static_cast<at::ScalarType>(dtype));
   });
 }
 
@@ -1268,11 +1285,12 @@ char* tch_ext_gated_halves(Tensor** out, const Tensor* both, int64_t activation)
   return guard([&] { *out = new Tensor(GatedHalves::apply(*both, activation)); });
 }
 
-// x + a + b and its norm in the dtype of the branches, by a kernel of a GPU; `b` and `bias` may be null.
+// x + a + b and its norm in `dtype`, the branches' or f32 (libtorch's numbers), by a kernel of a GPU; `b` and `bias` may be null.
 char* tch_ext_sum_norm(Tensor** sum, Tensor** out, const Tensor* x, const Tensor* a, const Tensor* b, const Tensor* weight,
-                       const Tensor* bias, double eps, bool center, double offset) {
+                       const Tensor* bias, double eps, bool center, double offset, int dtype) {
   return guard([&] {
-    const variable_list found = SumNorm::apply(*x, *a, maybe(b), *weight, maybe(bias), eps, center, offset);
+    const gpu::NormOptions options{eps, offset, center};
+    const variable_list found = SumNorm::apply(*x, *a, maybe(b), *weight, maybe(bias), options, static_cast<at::ScalarType>(dtype));
     *sum = new Tensor(found[0]);
     *out = new Tensor(found[1]);
   });

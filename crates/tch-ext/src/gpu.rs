@@ -9,7 +9,7 @@ mod check;
 
 pub use check::{check_gpu_kernels, check_gpu_kernels_in};
 
-use crate::ops::{Norm, expect, new_tensor};
+use crate::ops::{Norm, expect, kind_number, new_tensor};
 use crate::{into_result, is_cuda_loaded};
 use cache::{Key, cached};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -58,6 +58,7 @@ unsafe extern "C" {
         eps: f64,
         center: bool,
         offset: f64,
+        dtype: c_int,
     ) -> *mut c_char;
     fn tch_ext_rotate_cached(
         out: *mut *mut C_tensor,
@@ -278,7 +279,7 @@ pub enum GatedActivation {
     Silu = 2,
     /// max(x, 0).
     Relu = 3,
-    /// σ(x); on a CPU alone.
+    /// σ(x).
     Sigmoid = 4,
 }
 
@@ -302,7 +303,7 @@ pub fn gated_halves(both: &Tensor, activation: GatedActivation) -> Tensor {
 }
 
 /// Adds one or two branches `[rows, width]` of one dtype to the residual stream `x`, f32, and normalizes the sum: returns the sum, f32, and its
-/// norm in the dtype of the branches, as [`crate::residual`] and [`crate::norm`] do. Differentiable in all.
+/// norm in `kind`, the dtype of the branches or f32, as [`crate::residual`] and [`crate::norm`] do. Differentiable in all.
 ///
 /// # Panics
 /// If there is no kernel ([`has_gpu_kernels`]), or shapes, dtypes or devices are incompatible.
@@ -312,6 +313,7 @@ pub fn sum_norm(
     (a, b): (&Tensor, Option<&Tensor>),
     weight: &Tensor,
     bias: Option<&Tensor>,
+    kind: Kind,
 ) -> (Tensor, Tensor) {
     let (mut sum, mut out) = (null_mut(), null_mut());
     let pointer = |x: Option<&Tensor>| x.map_or(null(), Tensor::as_ptr);
@@ -328,6 +330,7 @@ pub fn sum_norm(
             norm.eps,
             norm.center,
             norm.offset,
+            kind_number(kind),
         )
     }));
     // SAFETY: each pointer is to a new tensor that the caller owns.
@@ -423,7 +426,7 @@ mod tests {
     #[test]
     fn every_kernel_has_a_source_that_is_there_and_every_source_has_its_kernels() {
         let kernels = gpu_kernels();
-        assert_eq!(kernels.len(), 52);
+        assert_eq!(kernels.len(), 53);
         for GpuKernel { source, name, .. } in &kernels {
             let text = SOURCES.iter().find(|(name, _)| name == source);
             // Its name, or the part before the dtype that a macro appends.

@@ -26,8 +26,8 @@ pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
     attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
-    logits_gradient, logits_sample, logits_stats, norm, product_into, quantized_linear, residual, rotate, select_rows,
-    token_multiple,
+    logits_gradient, logits_sample, logits_stats, multiplies_quantized, norm, product_into, quantized_linear, residual,
+    rotate, select_rows, token_multiple,
 };
 pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};
 

@@ -53,6 +53,12 @@ unsafe extern "C" {
         scale: f64,
         dtype: c_int,
     ) -> *mut c_char;
+    fn tch_ext_multiplies_quantized(
+        out: *mut bool,
+        weight: *const RawQuantized,
+        rows: i64,
+        dtype: c_int,
+    ) -> *mut c_char;
     fn tch_ext_linear(
         out: *mut *mut C_tensor,
         x: *const C_tensor,
@@ -449,7 +455,7 @@ pub fn dequantize(weight: &Quantized<'_>, kind: Kind, plain: bool) -> Tensor {
 }
 
 /// libtorch's number of a dtype of products.
-fn kind_number(kind: Kind) -> c_int {
+pub(crate) fn kind_number(kind: Kind) -> c_int {
     match kind {
         Kind::Float => 6,
         Kind::Half => 5,
@@ -478,6 +484,20 @@ pub fn quantized_linear(
     new_tensor(|out| unsafe {
         tch_ext_quantized_linear(out, x.as_ptr(), &raw const raw, bias, a, b, scale, kind_number(kind))
     })
+}
+
+/// Whether a GPU's kernel computes [`quantized_linear`] of `rows` rows in `kind` from the codes of `weight`. Otherwise libtorch's operations
+/// compute the values of the weight in each call, the same operations each time, without waiting for the GPU.
+///
+/// # Panics
+/// If the dtype is none of products.
+pub fn multiplies_quantized(weight: &Quantized<'_>, rows: i64, kind: Kind) -> bool {
+    let (raw, mut found) = (weight.raw(), false);
+    // SAFETY: as in `dequantize`; both pointers live until the call returns, and no number is read.
+    expect(into_result(unsafe {
+        tch_ext_multiplies_quantized(&raw mut found, &raw const raw, rows, kind_number(kind))
+    }));
+    found
 }
 
 /// Returns the rows `ids`, `[N]` i64, of `table`, in its dtype. Differentiable in the table.

@@ -557,14 +557,16 @@ impl Body {
         Ok(Pass { guard: Some(self.shards().start_pass(kind)?), _loaded: loaded, body: self, head })
     }
 
-    /// Whether the model is on a GPU that can record its decoding steps as a CUDA graph: each step does the same work with the same
-    /// tensors.
-    pub(super) fn has_recordable_steps(&self) -> bool {
+    /// Whether the model is on a GPU that can record its decoding steps of `rows` rows as a CUDA graph: each step does the same work with the
+    /// same tensors. Computing the values of quantized weights has been recorded on no GPU yet: only those who ask for kernels get it.
+    pub(super) fn has_recordable_steps(&self, rows: i64) -> bool {
+        let is_quantized = || self.decoder.linears().any(|linear| linear.quantization().is_some());
         self.device.is_cuda()
             && !plain()
             && tch_ext::has_graphs()
             && self.offloaded.get().is_none()
-            && self.decoder.has_recordable_steps()
+            && self.decoder.has_recordable_steps(rows)
+            && (!is_quantized() || tch_ext::has_gpu_kernels(self.decoder.compute, self.device))
     }
 
     /// Offloads the parameters of a frozen model between their uses, except those that it shares with another model. Does nothing if they

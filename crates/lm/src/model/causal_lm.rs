@@ -617,7 +617,7 @@ impl CausalLm {
             let step = |tokens: &Tensor, cache: &mut KvCache| {
                 Ok(self.head.forward(&self.body.decoder.forward_step(tokens, cache)?))
             };
-            cache.decode(tokens, self.body.has_recordable_steps(), step)?
+            cache.decode(tokens, self.body.has_recordable_steps(tokens.size()[0]), step)?
         };
         self.read_outgrown(cache, logits)
     }
@@ -646,8 +646,8 @@ impl CausalLm {
     }
 
     #[cfg(test)]
-    pub(super) fn steps_can_be_recorded(&self) -> bool {
-        self.body.decoder.has_recordable_steps()
+    pub(super) fn steps_can_be_recorded(&self, rows: i64) -> bool {
+        self.body.decoder.has_recordable_steps(rows)
     }
 
     /// [`Body::hidden_at`] for the LM head.

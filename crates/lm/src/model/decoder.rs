@@ -119,7 +119,7 @@ struct Pass<'a> {
     dropout: Option<&'a Dropout>,
     /// Whether all layers have one graph and their parameters are on this rank: the end of a layer may then compute the beginning of the next.
     joins_layers: bool,
-    /// The input of the next layer's attention, if the layer before it has computed it.
+    /// The input of the next layer's attention, or the result of the final norm, if the layer before it has computed it.
     normed: Option<Tensor>,
 }
 
@@ -395,7 +395,7 @@ impl Decoder {
             let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, rows);
         }
-        Ok(self.finish(x, rows, dropout))
+        Ok(self.finish(x, pass.normed, rows, dropout))
     }
 
     /// Hidden states `[rows, embedding size]` f32 of one more token per row; `tokens` is `[rows]` i64.
@@ -411,7 +411,7 @@ impl Decoder {
             let _whole = self.whole_layer(i, Direction::Forward)?;
             x = self.layer(i, &x, &mut pass, None);
         }
-        Ok(self.finish(x, None, None))
+        Ok(self.finish(x, pass.normed, None, None))
     }
 
     /// Appends several tokens to some rows of the cache: to row `rows[i]` the next `counts[i]` of `tokens`, `[N]` i64. Only if
@@ -438,12 +438,12 @@ impl Decoder {
         self.encoder.is_none() && self.has_plain_scores()
     }
 
-    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step, so that a CUDA graph can replay it. It does not
-    /// with an encoder or a bias by distance, which depend on lengths on the host; with `longrope`, whose factors are copied to the device; with
-    /// experts, whose rows are chosen on the host; with quantized weights, whose copies are made anew; and with parameters that are gathered.
-    pub(crate) fn has_recordable_steps(&self) -> bool {
-        let constant =
-            |layer: &Layer| !layer.has_experts() && !layer.linears().any(|linear| linear.quantization().is_some());
+    /// Whether [`Decoder::forward_step`] does the same work with the same tensors in every step of `rows` rows, so that a CUDA graph can
+    /// replay it. It does not with an encoder or a bias by distance, which depend on lengths on the host; with `longrope`, whose factors are
+    /// copied to the device; with experts, whose rows are chosen on the host; and with parameters that are gathered. The values of large
+    /// quantized weights take too much memory, unless a kernel multiplies their codes.
+    pub(crate) fn has_recordable_steps(&self, rows: i64) -> bool {
+        let constant = |layer: &Layer| !layer.has_experts() && layer.linears().all(|linear| linear.is_recordable(rows));
         self.encoder.is_none()
             && self.has_plain_scores()
             && self.shape.rope_switch().is_none()
@@ -492,7 +492,7 @@ impl Decoder {
                 let dropout = options.dropout.map(|dropout| dropout.over(&source.layout.lens));
                 let options = BackwardOptions { dropout: dropout.as_ref(), ..options };
                 let stored = encoder.store_layers((&source.layout, None), options, None)?;
-                let hidden = encoder.finish(stored.top.shallow_clone(), None, options.dropout);
+                let hidden = encoder.finish(stored.top.shallow_clone(), None, None, options.dropout);
                 let memory = Memory { states: hidden.detach().set_requires_grad(true), dropout };
                 Some(((encoder, &source.layout, stored, hidden), memory))
             }
@@ -500,7 +500,7 @@ impl Decoder {
         };
         let (encoded, memory) = encoded.unzip();
         let stored = self.store_layers((layout, Some(rows)), options, memory)?;
-        let hidden = self.finish(stored.top.shallow_clone(), Some(rows), options.dropout);
+        let hidden = self.finish(stored.top.shallow_clone(), None, Some(rows), options.dropout);
         let gradient = loss_gradient(&hidden);
         tch_ext::backward(&hidden, &gradient);
         let memory = self.backward_layers((layout, Some(rows)), options, stored)?;
@@ -537,7 +537,7 @@ impl Decoder {
         let inputs = self.inputs_with_graph(layout, dropout).map(|inputs| (inputs.shallow_clone(), as_leaf(&inputs)));
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         for i in 0..self.layers.len() {
-            let _whole = self.whole_layer(i, Direction::Forward)?;
+            let _whole = self.whole_layer(i, Direction::ForwardAndBack)?;
             let (input, state) = (x.detach().set_requires_grad(true), state());
             let out = if recomputes {
                 tch::no_grad(|| self.layer(i, &input, &mut pass, rows))
@@ -746,13 +746,17 @@ impl Decoder {
     }
 
     /// The residual stream `x` with the result of layer `i`'s MLP added. If one kernel computes both, also the norm that the next layer begins
-    /// with.
+    /// with, or the final norm.
     fn add_mlp(&self, i: usize, x: &Tensor, fed: &Tensor, pass: &mut Pass<'_>) -> Tensor {
         let layer = &self.layers[i];
-        // Nothing else may change the stream before the next layer reads it.
+        // Nothing else may change the stream before the norm reads it.
         let is_whole = layer.input_branch.is_none() && layer.scalar.is_none();
-        let next = self.layers.get(i + 1).filter(|_| pass.joins_layers && is_whole);
-        let joined = next.and_then(|next| next.input_norm.as_ref()?.sum_by_kernel(x, fed, self.compute));
+        let (norm, kind) = match self.layers.get(i + 1) {
+            Some(next) => (&next.input_norm, self.compute),
+            None => (&self.final_norm, Kind::Float),
+        };
+        let norm = norm.as_ref().filter(|_| pass.joins_layers && is_whole);
+        let joined = norm.and_then(|norm| norm.sum_by_kernel(x, fed, kind));
         let Some((sum, normed)) = joined else { return add(x, fed, None) };
         pass.normed = Some(normed);
         sum
@@ -798,9 +802,11 @@ impl Decoder {
         cross.out.forward_dropping(&attended, pass.dropout)
     }
 
-    /// The final norm and projection; selects `rows` if the last layer did not.
-    fn finish(&self, mut x: Tensor, rows: Option<&Tensor>, dropout: Option<&Dropout>) -> Tensor {
-        if let Some(norm) = &self.final_norm {
+    /// The final norm, unless the last layer has computed it as `normed`, and projection; selects `rows` if the last layer did not.
+    fn finish(&self, x: Tensor, normed: Option<Tensor>, rows: Option<&Tensor>, dropout: Option<&Dropout>) -> Tensor {
+        let norm = self.final_norm.as_ref().filter(|_| normed.is_none());
+        let mut x = normed.unwrap_or(x);
+        if let Some(norm) = norm {
             x = norm.forward(&x, Kind::Float);
         }
         if let Some([_, outward]) = &self.project {

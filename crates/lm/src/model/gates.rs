@@ -7,11 +7,16 @@ use tch_ext::GatedActivation;
 
 /// The activation of `gate`, times `up`.
 pub(super) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Tensor {
-    let has_kernel = uses_kernels(gate.kind(), gate.device()) || tch_ext::has_gpu_kernels(gate.kind(), gate.device());
-    if !has_kernel || gate.kind() != up.kind() {
+    if !have_kernel(gate, up) {
         return activation.apply(gate) * up;
     }
     tch_ext::gated(gate, Some(up), kernel_activation(activation))
+}
+
+/// Whether a kernel computes a gate times `up`: of the processor, or of a GPU.
+fn have_kernel(gate: &Tensor, up: &Tensor) -> bool {
+    let (kind, device) = (gate.kind(), gate.device());
+    kind == up.kind() && (uses_kernels(kind, device) || tch_ext::has_gpu_kernels(kind, device))
 }
 
 /// [`gated`] of the halves of each row of `both` `[N, 2 * width]`: the gate, then up.
@@ -23,7 +28,7 @@ pub(super) fn gated_halves(activation: Activation, both: &Tensor) -> Tensor {
     gated(activation, &parts[0], &parts[1])
 }
 
-/// The GPU kernels' name of an activation.
+/// The kernels' name of an activation.
 fn kernel_activation(activation: Activation) -> GatedActivation {
     match activation {
         Activation::Gelu => GatedActivation::Gelu,
@@ -35,8 +40,8 @@ fn kernel_activation(activation: Activation) -> GatedActivation {
 
 /// The heads' outputs `x` times the sigmoid of their gates.
 pub(super) fn opened(x: &Tensor, gate: &Tensor) -> Tensor {
-    if uses_kernels(x.kind(), x.device()) && x.kind() == gate.kind() {
-        return tch_ext::gated(gate, Some(x), GatedActivation::Sigmoid);
+    if !have_kernel(gate, x) {
+        return x * gate.sigmoid();
     }
-    x * gate.sigmoid()
+    tch_ext::gated(gate, Some(x), GatedActivation::Sigmoid)
 }

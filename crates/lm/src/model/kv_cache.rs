@@ -706,7 +706,7 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{CausalLm, ModelOptions, Precision, StopCheck};
+    use crate::model::{CausalLm, ModelOptions, Precision, QuantType, Quantization, StopCheck};
     use std::path::Path;
 
     fn golden_model(name: &str, options: ModelOptions) -> CausalLm {
@@ -888,7 +888,7 @@ mod tests {
 
     #[test]
     fn steps_that_differ_or_depend_on_the_host_are_not_recorded() {
-        let recordable = |name: &str| golden_model(name, ModelOptions::default()).steps_can_be_recorded();
+        let recordable = |name: &str| golden_model(name, ModelOptions::default()).steps_can_be_recorded(2);
         for name in [
             "gpt2",
             "gpt_neox",
@@ -909,6 +909,12 @@ mod tests {
         // Angles that change with the length, experts, encoders.
         for name in ["phi3_long", "mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "t5", "bart"] {
             assert!(!recordable(name), "{name}");
+        }
+        // Small quantized weights, whose values each step computes.
+        let four_bits = Quantization::FourBit { quant_type: QuantType::Nf4, nested: true };
+        for format in [four_bits, Quantization::EightBit] {
+            let model = golden_model("qwen3", ModelOptions { quantization: Some(format), ..ModelOptions::default() });
+            assert!([1, 64].iter().all(|&rows| model.steps_can_be_recorded(rows)), "{format:?}");
         }
     }
 }

@@ -206,6 +206,14 @@ impl Linear {
         }
     }
 
+    /// Whether a recorded decoding step of `rows` rows can have the layer.
+    pub(super) fn is_recordable(&self, rows: i64) -> bool {
+        match &self.weight {
+            Matrix::Plain(_) => true,
+            Matrix::Quantized(weight) => weight.is_recordable(rows, self.compute),
+        }
+    }
+
     /// The weight in f32 as `[out, in]`, detached.
     pub(super) fn rows(&self) -> Tensor {
         let weight = tch::no_grad(|| self.weight.stored_values()).detach();
@@ -451,11 +459,12 @@ impl Norm {
 
     /// The residual stream `x`, f32, with a branch added, and the norm of the sum in `kind`, by one GPU kernel; `None` without such a kernel.
     pub(crate) fn sum_by_kernel(&self, x: &Tensor, branch: &Tensor, kind: Kind) -> Option<(Tensor, Tensor)> {
-        if branch.kind() != kind || x.kind() != Kind::Float || !tch_ext::has_gpu_kernels(kind, x.device()) {
+        let fits = x.kind() == Kind::Float && [branch.kind(), Kind::Float].contains(&kind);
+        if !fits || !tch_ext::has_gpu_kernels(branch.kind(), x.device()) {
             return None;
         }
         let (norm, weight) = self.used(self.options());
-        Some(tch_ext::sum_norm(norm, x, (branch, None), &weight, self.bias.as_ref()))
+        Some(tch_ext::sum_norm(norm, x, (branch, None), &weight, self.bias.as_ref(), kind))
     }
 
     fn options(&self) -> tch_ext::Norm {

@@ -43,6 +43,9 @@ const BLOCKS: [i64; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 /// Number of values that are quantized at once, a multiple of all blocks: larger temporary tensors would leave holes in the heap between
 /// the codes.
 const AT_ONCE: i64 = 1 << 18;
+/// Most values of a weight that a recorded decoding step computes from their codes, at 6 bytes each. Those of larger weights would take too
+/// much of the memory that is kept free for recordings, and keep a GPU busy for longer than the host takes to start their operations.
+const MOST_RECORDED: i64 = 1 << 24;
 /// The shape of a single number.
 const NO_DIMENSIONS: [i64; 0] = [];
 /// Maximum length of the JSON that describes a weight.
@@ -500,6 +503,13 @@ impl Quantized {
         self.codes.internal_version()
     }
 
+    /// Whether a recorded decoding step of `rows` rows in `kind` can have the product with this weight: a kernel computes it from the codes,
+    /// or the values of the weight are few. In both cases each step does the same work, and does not wait for the GPU.
+    pub(super) fn is_recordable(&self, rows: i64, kind: Kind) -> bool {
+        let [width_out, width_in] = self.widths;
+        width_out * width_in <= MOST_RECORDED || tch_ext::multiplies_quantized(&self.view(), rows, kind)
+    }
+
     /// The tensors, for the kernels.
     pub(super) fn view(&self) -> tch_ext::Quantized<'_> {
         let (widths, codes) = (self.widths, &self.codes);
@@ -883,6 +893,22 @@ mod tests {
         model.save_pretrained(out.path(), &[], None, usize::MAX).unwrap();
         let skipped = described(out.path())["llm_int8_skip_modules"].as_array().unwrap().clone();
         assert!(skipped.contains(&json!("lm_head")) && !skipped.contains(&json!("embed_out")), "{skipped:?}");
+    }
+
+    #[test]
+    fn a_recorded_step_computes_the_values_of_small_weights_only() {
+        let width_in = 1 << 12;
+        let of_rows = |width_out: i64| {
+            let scb = Tensor::ones([width_out], (Kind::Float, Device::Cpu));
+            let codes = Tensor::zeros([width_out, width_in], (Kind::Int8, Device::Cpu));
+            let scales = Scales::Rows { scales: row_scales(&scb), scb, layout: None };
+            Quantized { widths: [width_out, width_in], codes, scales }
+        };
+        // 2^24 values, and one row more; there is no kernel.
+        let (most, more) = (of_rows(1 << 12), of_rows((1 << 12) + 1));
+        for rows in [1, 8, 64] {
+            assert!(most.is_recordable(rows, Kind::BFloat16) && !more.is_recordable(rows, Kind::BFloat16), "{rows}");
+        }
     }
 
     #[test]

@@ -13,9 +13,10 @@
 //!
 //! The root is gathered for a whole pass, so that a head may share the memory of the embedding.
 //!
-//! Within a pass of several ranks, communication runs while a layer is computed: the next layer is gathered, and the gradients of the
-//! layer before it in the backward pass are reduced; one of each at a time. What is in progress at the end of a pass is waited for there,
-//! also if the pass fails, so collectives outside passes find none.
+//! Within a pass of several ranks, communication runs while something is computed: the next layer is gathered, from the first on, and the
+//! gradients of the layer before it in the backward pass are reduced; one of each at a time. The last layer stays between its forward and its
+//! backward pass. What is in progress at the end of a pass is waited for there, also if the pass fails, so collectives outside passes find
+//! none.
 //!
 //! In stages 2 and 3 passes contain collectives, which all ranks must call, but ranks run different numbers of passes. So each
 //! pass is announced, and a rank that has no pass left takes part in those of the others; see [`World::announce_pass`].
@@ -61,6 +62,8 @@ pub enum PassKind {
 pub enum Direction {
     /// From the first layer to the last.
     Forward,
+    /// From the first layer to the last, in a pass that goes back from there: the last layer's parameters stay.
+    ForwardAndBack,
     /// From the last layer to the first.
     Backward,
 }
@@ -216,7 +219,7 @@ impl Shards {
         self.with(|division| division.releases()).unwrap_or(false)
     }
 
-    /// Announces a pass and gathers the root.
+    /// Announces a pass, gathers the root, and starts to gather the first layer.
     ///
     /// # Errors
     /// If a rank has ended or does not respond.
@@ -225,14 +228,10 @@ impl Shards {
         if let (Some(code), Some(world)) = (announced.flatten(), self.outer()) {
             world.announce_pass(code)?;
         }
-        let started = self.with(|division| {
-            division.gather(None)?;
-            if kind == PassKind::Backward {
-                division.lend_gradients(None)?;
-            }
-            Ok(())
-        });
-        started.unwrap_or(Ok(())).map(|()| RootGuard(self.clone()))
+        // Dropped if the start fails: nothing stays in progress.
+        let root = RootGuard(self.clone());
+        self.with(|division| division.start_pass(kind)).unwrap_or(Ok(()))?;
+        Ok(root)
     }
 
     /// The ranks, for collectives outside passes; none if the model is not divided.
@@ -569,19 +568,51 @@ impl Division {
         self.units.iter_mut().filter(|unit| unit.layer == place).try_for_each(|unit| unit.gather(world))
     }
 
-    /// Gathers the units of `layer`, and starts to gather those of the next.
+    /// Gathers the root's units, and starts to gather those of the first layer of a pass of this kind.
+    fn start_pass(&mut self, kind: PassKind) -> Result<()> {
+        self.gather(None)?;
+        if kind == PassKind::Backward {
+            self.lend_gradients(None)?;
+        }
+        self.prefetch(self.first_layer(kind))
+    }
+
+    /// The layer that a pass of this kind begins with.
+    fn first_layer(&self, kind: PassKind) -> usize {
+        if kind == PassKind::Step { self.layers[0] } else { 0 }
+    }
+
+    /// Gathers the units of `layer`, and starts to gather those of the next; or keeps those of `layer`, if it comes next too.
     fn gather_layer(&mut self, layer: usize, direction: Direction) -> Result<()> {
         self.gather(Some(layer))?;
-        let next = match direction {
-            Direction::Forward => Some(layer + 1),
-            Direction::Backward => layer.checked_sub(1),
-        };
-        // One rank copies: ahead of time that would take memory and save nothing.
-        if next.is_none() || !self.releases() || self.world.size() == 1 {
+        match direction {
+            Direction::ForwardAndBack if layer + 1 == self.layers[1] => self.keep(layer),
+            Direction::Forward | Direction::ForwardAndBack => self.prefetch(layer + 1)?,
+            Direction::Backward if layer > 0 => self.prefetch(layer - 1)?,
+            Direction::Backward => {}
+        }
+        Ok(())
+    }
+
+    /// Starts to gather the units of `layer`, if there is such a layer.
+    fn prefetch(&mut self, layer: usize) -> Result<()> {
+        if !self.holds_ahead() {
             return Ok(());
         }
         let world = &self.world;
-        self.units.iter_mut().filter(|unit| unit.layer == next).try_for_each(|unit| unit.prefetch(world))
+        self.units.iter_mut().filter(|unit| unit.layer == Some(layer)).try_for_each(|unit| unit.prefetch(world))
+    }
+
+    /// Keeps the units of `layer`, which are gathered, until they are gathered the next time.
+    fn keep(&mut self, layer: usize) {
+        if self.holds_ahead() {
+            self.units.iter_mut().filter(|unit| unit.layer == Some(layer)).for_each(Unit::keep);
+        }
+    }
+
+    /// Whether a layer has memory before its pass. One rank copies: ahead of time that would take memory and save little.
+    fn holds_ahead(&self) -> bool {
+        self.releases() && self.world.size() > 1
     }
 
     fn release(&mut self, place: Option<usize>) {
@@ -696,18 +727,15 @@ impl Division {
     }
 
     fn idle_layers(&mut self, kind: PassKind) -> Result<()> {
-        self.gather(None)?;
-        if kind == PassKind::Backward {
-            self.lend_gradients(None)?;
-        }
-        let [encoder_layers, layers] = self.layers;
-        let first = if kind == PassKind::Step { encoder_layers } else { 0 };
-        for layer in first..layers {
-            self.gather_layer(layer, Direction::Forward)?;
+        self.start_pass(kind)?;
+        let is_backward = kind == PassKind::Backward;
+        let direction = if is_backward { Direction::ForwardAndBack } else { Direction::Forward };
+        for layer in self.first_layer(kind)..self.layers[1] {
+            self.gather_layer(layer, direction)?;
             self.release(Some(layer));
         }
-        if kind == PassKind::Backward {
-            for layer in (0..layers).rev() {
+        if is_backward {
+            for layer in (0..self.layers[1]).rev() {
                 self.gather_layer(layer, Direction::Backward)?;
                 self.lend_gradients(Some(layer))?;
                 self.reduce_lent(Some(layer))?;
@@ -857,6 +885,11 @@ mod tests {
 
     impl Model {
         fn new(world: &World, stage: ZeroStage, lens: &[i64]) -> Self {
+            Self::with_encoder(world, stage, lens, 0)
+        }
+
+        /// A model of which the first `encoder_layers` layers are an encoder's.
+        fn with_encoder(world: &World, stage: ZeroStage, lens: &[i64], encoder_layers: usize) -> Self {
             let param = |(index, &len): (usize, &i64)| Param {
                 name: if index == 0 { "embedding".into() } else { format!("layers.{}", index - 1) },
                 tensor: numbers(index, len).set_requires_grad(true),
@@ -867,7 +900,7 @@ mod tests {
             let params: Vec<Param> = lens.iter().enumerate().map(param).collect();
             let shards = Shards::default();
             let layer_of = |name: &str| name.strip_prefix("layers.")?.parse().ok();
-            shards.divide((world, stage), &params, [0, lens.len() - 1], layer_of);
+            shards.divide((world, stage), &params, [encoder_layers, lens.len() - 1], layer_of);
             Self { shards, params }
         }
 
@@ -896,6 +929,11 @@ mod tests {
             self.shards.with(count).unwrap()
         }
 
+        /// Number of holders of the parameter `index`.
+        fn holders(&self, index: usize) -> usize {
+            self.shards.with(|division| division.units[index].holders).unwrap()
+        }
+
         /// Nothing is in progress, and no layer has memory that it has only in a pass.
         #[track_caller]
         fn is_at_rest(&self) {
@@ -908,15 +946,24 @@ mod tests {
             let _ = self.params[index].tensor.grad().g_add_(&gradient(index, self.len(index), weight));
         }
 
-        /// A forward and backward pass as the decoder's, with gradients of this weight. It fails in the backward pass of the layer `fails_in`.
+        /// A forward and backward pass as the decoder's, with gradients of this weight. It fails in the backward pass of the layer `fails_in`, or
+        /// of the head, if there is no such layer.
         fn backward(&self, weight: f64, fails_in: Option<usize>) -> Result<()> {
             let prefetches = usize::from(self.shards.are_params_divided());
             let root = self.shards.start_pass(PassKind::Backward)?;
             self.is_gathered(0);
+            // While the embeddings are computed.
+            assert_eq!(self.in_progress(), [prefetches, 0]);
             for layer in 0..self.layers() {
-                let _layer = self.shards.layer(layer, Direction::Forward)?;
+                let _layer = self.shards.layer(layer, Direction::ForwardAndBack)?;
                 self.is_gathered(layer + 1);
                 assert_eq!(self.in_progress(), [prefetches * usize::from(layer + 1 < self.layers()), 0]);
+            }
+            // The last layer has stayed.
+            self.is_gathered(self.layers());
+            assert_eq!(self.holders(self.layers()), prefetches);
+            if fails_in == Some(self.layers()) {
+                return Err(Error::Run("no memory".into()));
             }
             self.add_gradient(0, weight);
             for layer in (0..self.layers()).rev() {
@@ -924,6 +971,7 @@ mod tests {
                 self.shards.lend_gradients(Some(layer))?;
                 let reductions = usize::from(layer + 1 < self.layers());
                 assert_eq!(self.in_progress(), [prefetches * usize::from(layer > 0), reductions]);
+                assert_eq!(self.holders(layer + 1), prefetches);
                 if fails_in == Some(layer) {
                     return Err(Error::Run("no memory".into()));
                 }
@@ -1006,11 +1054,37 @@ mod tests {
                 model.is_at_rest();
             }
             // All ranks find the same error, as that of a program that they share.
-            assert!(model.backward(1.0, Some(2)).is_err());
-            model.is_at_rest();
-            model.shards.zero_gradients();
+            for fails_in in [2, model.layers()] {
+                assert!(model.backward(1.0, Some(fails_in)).is_err());
+                model.is_at_rest();
+                model.shards.zero_gradients();
+            }
             model.backward(1.0, None).unwrap();
             assert!(model.shards.grad_parts().unwrap() == expected_parts(&world, &LENS, &[[1.0; 2]]));
+        });
+    }
+
+    #[test]
+    fn a_pass_begins_with_the_gather_of_the_first_layer_that_it_computes() {
+        as_two_ranks(|world| {
+            let encoder_layers = 2;
+            let model = Model::with_encoder(&world, ZeroStage::Stage3, &LENS, encoder_layers);
+            for (kind, first) in [(PassKind::Forward, 0), (PassKind::Backward, 0), (PassKind::Step, encoder_layers)] {
+                let root = model.shards.start_pass(kind).unwrap();
+                assert_eq!((model.in_progress(), model.holders(first + 1)), ([1, 0], 1), "{kind:?}");
+                drop(root);
+                model.is_at_rest();
+            }
+            // Rank 0 takes part in a step of rank 1.
+            if world.rank() == 1 {
+                let _root = model.shards.start_pass(PassKind::Step).unwrap();
+                for layer in encoder_layers..model.layers() {
+                    let _layer = model.shards.layer(layer, Direction::Forward).unwrap();
+                    model.is_gathered(layer + 1);
+                }
+            }
+            world.finish_passes().unwrap();
+            model.is_at_rest();
         });
     }
 
@@ -1032,11 +1106,16 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_gathers_nothing_ahead_of_time() {
+    fn one_rank_gathers_nothing_ahead_of_time_and_keeps_nothing() {
         let model = Model::new(&World::single(), ZeroStage::Stage3, &LENS);
         let _root = model.shards.start_pass(PassKind::Forward).unwrap();
-        let _layer = model.shards.layer(1, Direction::Forward).unwrap();
+        assert_eq!((model.in_progress(), model.holders(1)), ([0, 0], 0));
+        let layer = model.shards.layer(1, Direction::Forward).unwrap();
         model.is_gathered(2);
         assert_eq!(model.in_progress(), [0, 0]);
+        drop(layer);
+        let last = model.layers();
+        drop(model.shards.layer(last - 1, Direction::ForwardAndBack).unwrap());
+        assert_eq!(model.holders(last), 0);
     }
 }

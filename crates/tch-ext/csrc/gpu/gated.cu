@@ -1,8 +1,8 @@
-// Gated MLPs: activation(gate) * up, and the gradients of both; without `up`, the activation alone. N numbers at once, in f32.
+// Gates: activation(gate) * up, and the gradients of both; without `up`, the activation alone. N numbers at once, in f32.
 
 constexpr int GATED_THREADS = 256;
-// As in ops.rs.
-enum Activation { GELU = 0, GELU_TANH = 1, SILU = 2, RELU = 3 };
+// As in gpu.rs.
+enum Activation { GELU = 0, GELU_TANH = 1, SILU = 2, RELU = 3, SIGMOID = 4 };
 
 // The value of an activation and its slope.
 struct Curve {
@@ -10,8 +10,9 @@ struct Curve {
 };
 
 DEVICE Curve curve(int activation, float x) {
-  if (activation == SILU) {
+  if (activation == SILU || activation == SIGMOID) {
     const float s = 1 / (1 + expf(-x));
+    if (activation == SIGMOID) return {s, s * (1 - s)};
     return {x * s, s * (1 + x * (1 - s))};
   }
   if (activation == GELU) {

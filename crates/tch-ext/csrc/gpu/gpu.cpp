@@ -267,36 +267,39 @@ std::array<Tensor, 3> norm(const NormOptions& of, const Tensor& x, const Tensor&
 }
 
 std::array<Tensor, 4> sum_norm(const NormOptions& of, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& weight,
-                               const Tensor& bias) {
+                               const Tensor& bias, at::ScalarType dtype) {
   check_norm(x, weight, bias);
   const int64_t rows = x.numel() / weight.numel();
   check("branch of a residual sum", a, x, a.scalar_type(), x.numel());
-  TORCH_CHECK(has_kernel_dtype(a.scalar_type()), "branch of a residual sum: ", a.scalar_type());
+  TORCH_CHECK(has_kernel_dtype(a.scalar_type()) && (dtype == a.scalar_type() || dtype == at::kFloat), "branch of a residual sum: ",
+              a.scalar_type(), ", its norm in ", dtype);
   if (b.defined()) check("branch of a residual sum", b, x, a.scalar_type(), x.numel());
-  const Tensor sums = at::empty(x.sizes(), options(x, at::kFloat)), out = at::empty(x.sizes(), options(x, a.scalar_type()));
+  const Tensor sums = at::empty(x.sizes(), options(x, at::kFloat)), out = at::empty(x.sizes(), options(x, dtype));
   const Tensor rstds = at::empty({rows}, options(x, at::kFloat)), means = of.center ? at::empty({rows}, options(x, at::kFloat)) : Tensor();
   const void *in = data(x), *first = data(a), *second = data(b), *w = data(weight), *c = data(bias), *t = data(sums), *o = data(out);
   const void *m = data(means), *r = data(rstds);
   const NormShape s = shape_of(of, weight.numel());
-  launch(is_f32(a) ? Kernel::sum_norm_f32 : Kernel::sum_norm_bf16, of_rows(rows, THREADS), x,
+  const Kernel of_bf16 = dtype == at::kFloat ? Kernel::sum_norm_bf16_f32 : Kernel::sum_norm_bf16;
+  launch(is_f32(a) ? Kernel::sum_norm_f32 : of_bf16, of_rows(rows, THREADS), x,
          {&in, &first, &second, &w, &c, &t, &o, &m, &r, &s});
   return {sums, out, means, rstds};
 }
 
 std::array<Tensor, 2> norm_gradient(const NormOptions& of, const Tensor& of_out, const Tensor& of_sums, const Tensor& x,
-                                    const Tensor& weight, const Tensor& means, const Tensor& rstds, bool with_branch) {
+                                    const Tensor& weight, const Tensor& means, const Tensor& rstds,
+                                    std::optional<at::ScalarType> branch) {
   const int64_t rows = x.numel() / weight.numel();
   check("gradient of a norm", of_out, x, of_out.scalar_type(), x.numel());
   if (of_sums.defined()) check("gradient of a residual sum", of_sums, x, at::kFloat, x.numel());
   const Tensor of_x = at::empty(x.sizes(), options(x, at::kFloat));
   // In f32 the two are the same.
-  const Tensor of_branch = with_branch && !is_f32(of_out) ? at::empty(x.sizes(), options(x, of_out.scalar_type())) : Tensor();
+  const Tensor of_branch = branch == at::kBFloat16 ? at::empty(x.sizes(), options(x, at::kBFloat16)) : Tensor();
   const void *d = data(of_out), *t = data(of_sums), *in = data(x), *w = data(weight), *m = data(means), *r = data(rstds), *o = data(of_x);
-  const void* branch = data(of_branch);
+  const void* rounded = data(of_branch);
   const NormShape s = shape_of(of, weight.numel());
   launch(is_f32(of_out) ? Kernel::norm_gradient_f32 : Kernel::norm_gradient_bf16, of_rows(rows, THREADS), x,
-         {&d, &t, &in, &w, &m, &r, &o, &branch, &s});
-  return {of_x, with_branch ? (of_branch.defined() ? of_branch : of_x) : Tensor()};
+         {&d, &t, &in, &w, &m, &r, &o, &rounded, &s});
+  return {of_x, branch ? (of_branch.defined() ? of_branch : of_x) : Tensor()};
 }
 
 std::array<Tensor, 2> norm_weight_gradient(const NormOptions& of, const Tensor& of_out, const Tensor& x, const Tensor& means,
@@ -330,7 +333,7 @@ Tensor residual(const Tensor& x, const Tensor& a, const Tensor& b) {
   return out;
 }
 
-// --- Gated MLPs --------------------------------------------------------------------------------------------------------
+// --- Gates -------------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -470,9 +473,9 @@ struct QuantizedShape {
 
 }  // namespace
 
-bool multiplies_quantized(const QuantizedMatrix& w, const Tensor& x) {
+bool multiplies_quantized(const QuantizedMatrix& w, const Tensor& like, int64_t rows, at::ScalarType dtype) {
   const bool fits = w.map && w.in > 0 && w.in % CODES == 0 && w.out > 0 && w.block >= CODES && reinterpret_cast<uintptr_t>(w.codes) % 16 == 0;
-  return takes(x) && fits && has_kernel_dtype(x.scalar_type()) && x.dim() == 2 && x.size(1) == w.in && x.size(0) <= MOST_QUANTIZED_ROWS;
+  return takes(like) && fits && has_kernel_dtype(dtype) && rows <= MOST_QUANTIZED_ROWS;
 }
 
 Tensor quantized_product(const QuantizedMatrix& w, const Tensor& given, const Tensor& bias) {

@@ -39,6 +39,7 @@
   X(norm, norm_bf16)                  \
   X(norm, sum_norm_f32)               \
   X(norm, sum_norm_bf16)              \
+  X(norm, sum_norm_bf16_f32)          \
   X(norm, norm_gradient_f32)          \
   X(norm, norm_gradient_bf16)         \
   X(norm, norm_weight_gradient_f32)   \
@@ -111,13 +112,13 @@ struct NormOptions {
 // Output, means (undefined unless centred) and reciprocals of the deviations.
 std::array<at::Tensor, 3> norm(const NormOptions& options, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                                at::ScalarType dtype);
-// The residual stream x + a + b, `b` may be undefined, and as `norm` of it, in the dtype of the branches: the sum first.
+// The residual stream x + a + b, `b` may be undefined, and as `norm` of it, in the dtype of the branches or in f32: the sum first.
 std::array<at::Tensor, 4> sum_norm(const NormOptions& options, const at::Tensor& x, const at::Tensor& a, const at::Tensor& b,
-                                   const at::Tensor& weight, const at::Tensor& bias);
-// The gradient of x, to which `of_sums` is added if it is defined; with `with_branch` also in the dtype of `of_out`.
+                                   const at::Tensor& weight, const at::Tensor& bias, at::ScalarType dtype);
+// The gradient of x, to which `of_sums` is added if it is defined; and in the dtype `branch`, f32 or bf16, if there is one.
 std::array<at::Tensor, 2> norm_gradient(const NormOptions& options, const at::Tensor& of_out, const at::Tensor& of_sums,
                                         const at::Tensor& x, const at::Tensor& weight, const at::Tensor& means, const at::Tensor& rstds,
-                                        bool with_branch);
+                                        std::optional<at::ScalarType> branch);
 // The gradients of weight and, if `with_bias`, bias.
 std::array<at::Tensor, 2> norm_weight_gradient(const NormOptions& options, const at::Tensor& of_out, const at::Tensor& x,
                                                const at::Tensor& means, const at::Tensor& rstds, bool with_bias);
@@ -140,8 +141,9 @@ struct AttendOptions {
 at::Tensor attend(const AttendOptions& options, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                   const at::Tensor& lengths);
 
-// Whether a kernel computes the product of `x` [rows, in] and a weight [out, in] in four bits: few rows, and packs of codes.
-bool multiplies_quantized(const QuantizedMatrix& weight, const at::Tensor& x);
+// Whether a kernel computes the product of `rows` rows of `dtype` and a weight [out, in] in four bits, on the device of `like`: few rows, and
+// packs of codes.
+bool multiplies_quantized(const QuantizedMatrix& weight, const at::Tensor& like, int64_t rows, at::ScalarType dtype);
 // `bias` may be undefined.
 at::Tensor quantized_product(const QuantizedMatrix& weight, const at::Tensor& x, const at::Tensor& bias);
 

@@ -39,8 +39,8 @@ DEVICE void norm(const float* all, const float* weight, const float* bias, T* ou
 }
 
 // The residual stream x + a + b and its norm; `b` may be null. Each thread reads again only the sums that it has written.
-template <typename T>
-DEVICE void sum_norm(const float* x, const T* a, const T* b, const float* weight, const float* bias, float* sums, T* out, float* means,
+template <typename T, typename O>
+DEVICE void sum_norm(const float* x, const T* a, const T* b, const float* weight, const float* bias, float* sums, O* out, float* means,
                      float* rstds, const NormShape& s) {
   const int64 start = blockIdx.x * s.width;
   for (int64 i = threadIdx.x; i < s.width; i += NORM_THREADS) {
@@ -54,7 +54,7 @@ DEVICE void sum_norm(const float* x, const T* a, const T* b, const float* weight
 // and `of_sums`, the gradient of x itself, if it is not null. `of_branch`, if it is not null, gets the same, rounded.
 template <typename T>
 DEVICE void norm_gradient(const T* of_out, const float* of_sums, const float* all, const float* weight, const float* means,
-                          const float* rstds, float* of_x, T* of_branch, const NormShape& s) {
+                          const float* rstds, float* of_x, bf16* of_branch, const NormShape& s) {
   const int64 row = blockIdx.x, start = row * s.width;
   const float mean = s.center ? means[row] : 0, rstd = rstds[row];
   float sum = 0, product = 0;
@@ -120,7 +120,7 @@ DEVICE void residual(const float* x, const T* a, const T* b, float* out, int64 p
   }                                                                                                                    \
   KERNEL(NORM_THREADS)                                                                                                 \
   norm_gradient_##suffix(const T* of_out, const float* of_sums, const float* x, const float* weight,                   \
-                         const float* means, const float* rstds, float* of_x, T* of_branch, NormShape s) {             \
+                         const float* means, const float* rstds, float* of_x, bf16* of_branch, NormShape s) {          \
     norm_gradient(of_out, of_sums, x, weight, means, rstds, of_x, of_branch, s);                                       \
   }                                                                                                                    \
   KERNEL(NORM_THREADS)                                                                                                 \
@@ -137,3 +137,9 @@ DEVICE void residual(const float* x, const T* a, const T* b, float* out, int64 p
   }
 NORM(f32, float)
 NORM(bf16, bf16)
+// Branches in bf16 and a norm in f32: the last of a model.
+KERNEL(NORM_THREADS)
+sum_norm_bf16_f32(const float* x, const bf16* a, const bf16* b, const float* weight, const float* bias, float* sums, float* out,
+                  float* means, float* rstds, NormShape s) {
+  sum_norm(x, a, b, weight, bias, sums, out, means, rstds, s);
+}

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     AdamW, BlockedMoment, NestedScales, Norm, Quantized, adamw_blocked, adamw_rounded, dequantize, logits_gradient,
-    logits_stats, norm, quantized_linear, residual, rotate,
+    logits_stats, multiplies_quantized, norm, quantized_linear, residual, rotate,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -142,7 +142,8 @@ impl Check {
                 self.halves(kind, [3, width])?;
             }
             self.norms(kind, 301)?;
-            self.sums(kind, 301)?;
+            self.sums([kind; 2], 301)?;
+            self.sums([kind, Kind::Float], 301)?;
             self.quantized(kind, [37, 96], 1)?;
             self.quantized(kind, [5, 128], 3)?;
             self.sampling(kind, 2000)?;
@@ -163,7 +164,7 @@ impl Check {
         // The most heads of a group and dimensions of a head, and a window over several parts.
         self.attention(Kind::BFloat16, [16, 1, 256], None)?;
         self.attention(Kind::Float, [8, 2, 128], Some(200))?;
-        self.sums(Kind::BFloat16, 2048)?;
+        self.sums([Kind::BFloat16; 2], 2048)?;
         let few = Self { most_blocks: 2, ..self };
         for kind in [Kind::Float, Kind::BFloat16] {
             // More numbers than two blocks have threads, in packs too.
@@ -353,7 +354,7 @@ impl Check {
         use GatedActivation::{Gelu, GeluTanh, Relu, Sigmoid, Silu};
         let width = shape[1];
         let [gate, up, slopes] = [0.4, 0.5, 0.6].map(|frequency| (waves(&shape, frequency) * 3.0).to_kind(kind));
-        for activation in [Gelu, GeluTanh, Silu, Relu] {
+        for activation in [Gelu, GeluTanh, Silu, Relu, Sigmoid] {
             for with_up in [true, false] {
                 let what = format!("{activation:?} in {kind:?}, up {with_up}, width {width}");
                 let [g, u] = [&gate, &up].map(|x| x.to_kind(Kind::Double).copy().set_requires_grad(true));
@@ -406,31 +407,35 @@ impl Check {
         })
     }
 
-    /// A residual sum with its norm gives the same numbers and gradients as the two operations one after the other.
-    fn sums(self, kind: Kind, width: i64) -> Checked {
+    /// A residual sum of branches in `kind` with its norm in `normed_kind` gives the same numbers and gradients as the two operations one after
+    /// the other. Where the dtypes differ, the sum itself is not used, as after the last norm of a model.
+    fn sums(self, [kind, normed_kind]: [Kind; 2], width: i64) -> Checked {
         let (shape, eps) = ([5, width], 1e-5);
         let x = waves(&shape, 0.77) * 2.0 + 0.3;
         let [first, second] = [0.5, 0.6].map(|frequency| waves(&shape, frequency).to_kind(kind));
         let (weight, bias) = (waves(&[width], 0.21) + 1.0, waves(&[width], 0.33));
-        let slopes = self.placed(&waves(&shape, 0.39).to_kind(kind));
+        let slopes = self.placed(&waves(&shape, 0.39).to_kind(normed_kind));
         let sum_slopes = self.placed(&waves(&shape, 0.29));
         for (center, offset, is_whole) in [(false, 1.0, false), (true, 0.0, true)] {
-            let what =
-                |name: &str| format!("{name} of a sum and its norm in {kind:?}, width {width}, centred {center}");
+            let kinds = format!("{kind:?} and its norm in {normed_kind:?}");
+            let what = |name: &str| format!("{name} of a sum in {kinds}, width {width}, centred {center}");
             let options = Norm { eps, center, offset };
             let leaves = || [&x, &first, &second, &weight, &bias].map(|x| self.placed(x).set_requires_grad(true));
             let (found, expected) = (leaves(), leaves());
             let learn = |sum: &Tensor, normed: &Tensor| {
-                ((sum * &sum_slopes).sum(Kind::Float) + (normed * &slopes).sum(Kind::Float)).backward();
+                let of_normed = (normed * &slopes).sum(Kind::Float);
+                let uses_sum = kind == normed_kind;
+                (if uses_sum { of_normed + (sum * &sum_slopes).sum(Kind::Float) } else { of_normed }).backward();
             };
             self.kernels(|| {
                 let [x, a, b, w, c] = &found;
-                let (sum, normed) = sum_norm(options, x, (a, is_whole.then_some(b)), w, is_whole.then_some(c));
+                let branches = (a, is_whole.then_some(b));
+                let (sum, normed) = sum_norm(options, x, branches, w, is_whole.then_some(c), normed_kind);
                 let [x, a, b, w, c] = &expected;
                 let sum_alone = residual(x, a, is_whole.then_some(b));
-                let alone = norm(options, &sum_alone, w, is_whole.then_some(c), kind);
+                let alone = norm(options, &sum_alone, w, is_whole.then_some(c), normed_kind);
                 expect_close(&what("residual stream"), &sum.detach(), &sum_alone.detach(), self.same(kind))?;
-                expect_close(&what("output"), &normed.detach(), &alone.detach(), self.same(kind))?;
+                expect_close(&what("output"), &normed.detach(), &alone.detach(), self.same(normed_kind))?;
                 learn(&sum, &normed);
                 learn(&sum_alone, &alone);
                 Ok::<(), String>(())
@@ -506,6 +511,9 @@ impl Check {
                 Quantized { widths: [width_out, width_in], codes: &codes, map: Some(&map), scales, block, nested };
             let values = dequantize(&weight, Kind::Float, true).to_kind(Kind::Double);
             let what = format!("{rows} rows of {width_in} by a weight in four bits, {kind:?}, {width_out} outputs");
+            if self.kernels(|| [rows, 9].map(|rows| multiplies_quantized(&weight, rows, kind))) != [true, false] {
+                return Err(format!("{what}: expected a kernel for these rows, and none for 9"));
+            }
             for bias in [None, Some(&bias)] {
                 let expected = x.to_kind(Kind::Double).matmul(&values.tr());
                 let expected = bias.map_or_else(|| expected.shallow_clone(), |bias| &expected + bias);

@@ -59,10 +59,12 @@ pub(super) struct Unit {
     pub(super) grads: Option<Tensor>,
     /// This rank's part of the summed gradients, from the first reduction to the optimizer step.
     pub(super) grad_part: Option<Tensor>,
-    /// Number of guards that need the parameters, and of prefetches that none has taken over.
+    /// Number of guards that need the parameters; one more while they are prefetched or kept, until a guard takes them over.
     pub(super) holders: usize,
     /// The gather of the parameters that is in progress, before their layer is computed.
     prefetch: Option<Transfer>,
+    /// Whether the parameters are kept since their layer was computed, as it comes next again.
+    is_kept: bool,
     /// The reduction of the gradients that is in progress, and this rank's part of the sum, `[len / ranks]` f32, which it fills.
     reduction: Option<(Transfer, Tensor)>,
     /// This rank's parts of the optimizer state and of a moving average.
@@ -110,6 +112,7 @@ impl Unit {
             grad_part: None,
             holders: 0,
             prefetch: None,
+            is_kept: false,
             reduction: None,
             state: UnitState::default(),
         };
@@ -163,9 +166,12 @@ impl Unit {
         Ok(grads)
     }
 
-    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not. Waits for the prefetch,
-    /// if there is one.
+    /// Gathers the parameters until [`Unit::release`]: also if this rank has them already, as other ranks may not, unless all have kept
+    /// them. Waits for the prefetch, if there is one.
     pub(super) fn gather(&mut self, world: &World) -> Result<()> {
+        if std::mem::take(&mut self.is_kept) {
+            return Ok(());
+        }
         if let Some(prefetch) = self.prefetch.take() {
             return prefetch.wait(world);
         }
@@ -180,6 +186,12 @@ impl Unit {
         Ok(())
     }
 
+    /// Keeps the parameters, which are gathered, for the next [`Unit::gather`]; on all ranks.
+    pub(super) fn keep(&mut self) {
+        self.holders += 1;
+        self.is_kept = true;
+    }
+
     /// Counts a holder, and provides memory for the parameters. Returns the whole vector and this rank's part, if the unit is divided.
     fn hold(&mut self) -> Result<Option<(Tensor, Tensor)>> {
         self.holders += 1;
@@ -190,8 +202,11 @@ impl Unit {
         Ok(Some((whole.tensor().narrow(0, 0, self.len), part.shallow_clone())))
     }
 
-    /// Waits for all that is in progress, and releases parameters that were gathered for nothing.
+    /// Waits for all that is in progress, and releases parameters that were gathered or kept for nothing.
     pub(super) fn settle(&mut self, world: &World) -> Result<()> {
+        if std::mem::take(&mut self.is_kept) {
+            self.release();
+        }
         let gathered = self.prefetch.take().map(|prefetch| {
             let done = prefetch.wait(world);
             self.release();
