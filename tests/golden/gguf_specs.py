@@ -293,7 +293,7 @@ SPECS = {
     # Experts in MXFP4, as the published files have them, and matrices in f16; more than ten experts.
     "gpt-oss": Spec(
         GptOssConfig(
-            vocab_size=96,
+            vocab_size=328,  # eight more than there are tokens
             intermediate_size=32,
             head_dim=16,
             num_local_experts=11,
@@ -309,17 +309,23 @@ SPECS = {
                 "beta_slow": 0.5,
                 "truncate": False,
             },
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=1,
             **common,
         ),
         315,
         dict.fromkeys(["token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_output"], Type.F16)
         | dict.fromkeys(["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"], Type.MXFP4),
+        "models/gpt2",
+        "gpt2",
+        "gpt-4o",
     ),
     # As Gemma 4 E2B: inputs of each layer, keys that later layers share, MLPs of two widths, heads of two widths.
     "gemma4": Spec(
         Gemma4TextConfig(
-            vocab_size=96,
-            vocab_size_per_layer_input=96,
+            vocab_size=400,
+            vocab_size_per_layer_input=400,
             intermediate_size=32,
             head_dim=16,
             global_head_dim=32,
@@ -336,10 +342,15 @@ SPECS = {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             },
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=3,
             **dict(common, num_hidden_layers=5),
         ),
         316,
         dict.fromkeys(["token_embd", "attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down"], Type.Q8_0),
+        "models/llama_untied",
+        "gemma4",
     ),
     # As Gemma 4 26B-A4B: experts beside the MLP, values that are keys and another number of key heads in layers without a window.
     "gemma4_moe": Spec(

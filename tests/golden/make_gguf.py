@@ -23,6 +23,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer, Qwen3_5Tokenizer
 
 import gguf_families as families
@@ -41,6 +42,18 @@ TEXTS = [
     "Human: hi\n\nAssistant:",
     "price $1,234.56 and  two spaces",
 ]
+# The rules of gpt-oss.
+GPT4O = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 INTERLEAVED = ("llama", "smollm3", "granite", "ministral3")  # types with queries and keys in llama.cpp's order
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "gemma3_text": "gemma3", "ministral3": "mistral3", "qwen3_moe": "qwen3moe"}  # others have their type's name
 PLUS_ONE = ("qwen3_5_text", "gemma2", "gemma3_text")  # types whose norms multiply by 1 + weight
@@ -280,7 +293,8 @@ def add_tokenizer(writer, spec):
         kind = gguf.TokenType.UNKNOWN if unknown else gguf.TokenType.CONTROL if token in added else gguf.TokenType.NORMAL
         kinds.append(gguf.TokenType.BYTE if is_byte else kind)
     writer.add_tokenizer_model(spec.kind)
-    writer.add_tokenizer_pre(spec.pre)
+    if spec.pre:
+        writer.add_tokenizer_pre(spec.pre)
     padding = range(len(tokens), spec.config.vocab_size)
     writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in padding)])
     writer.add_token_types([*kinds, *(gguf.TokenType.UNUSED for _ in padding)])
@@ -290,6 +304,10 @@ def add_tokenizer(writer, spec):
         writer.add_add_bos_token(True)
     else:
         writer.add_token_merges([" ".join(merge) for merge in merges])
+    if spec.kind == "gemma4":
+        writer.add_token_scores([-1000.0 for _ in range(spec.config.vocab_size)])
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(True)
     config = spec.config
     for token, add in (
         (config.bos_token_id, writer.add_bos_token_id),
@@ -298,6 +316,8 @@ def add_tokenizer(writer, spec):
     ):
         if token is not None:
             add(token)
+    if spec.kind == "gemma4":
+        writer.add_unk_token_id(0)
     if spec.kind == "llama":
         writer.add_unk_token_id(0)
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
@@ -323,6 +343,8 @@ def make_of_family(name):
     state = {own: random_weight(own, weight, generator) for own, weight in state.items()}
     writer = gguf.GGUFWriter(path, families.ARCHITECTURES[config.model_type])
     families.describe(writer, config)
+    if spec.tokenizer:
+        add_tokenizer(writer, spec)
     for stored, weight in (families.extra_tensors(config) | families.to_file(state, config)).items():
         is_matrix = weight.ndim > 1 and stored.endswith(".weight")
         to = spec.types.get(stored.split(".")[-2], Type.F32) if is_matrix else Type.F32
@@ -481,6 +503,12 @@ def texts(name):
     if SPECS[name].pre in kinds:  # the same vocabulary with their rules
         model = json.loads((HERE / SPECS[name].tokenizer / "tokenizer.json").read_text())["model"]
         tokenizer = kinds[SPECS[name].pre](vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    if SPECS[name].pre == "gpt-4o":
+        words = pre_tokenizers.Split(Regex(GPT4O), "isolated")
+        rules = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rules)
+    if SPECS[name].kind == "gemma4":  # no space before a text
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     return [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
 
 

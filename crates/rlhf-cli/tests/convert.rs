@@ -1,5 +1,7 @@
 //! `rlhf convert`: GGUF files that the `gguf` package wrote, against its numbers and transformers' logits.
 
+mod families;
+
 use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::convert::convert;
@@ -381,6 +383,12 @@ fn golden_models_of_newer_families_become_files_and_the_same_models_again() {
         ("gemma3", json!({"final_logit_softcapping": null, "query_pre_attn_scalar": 16})),
         ("gemma2", json!({"query_pre_attn_scalar": 16})),
         ("ministral3", json!({})),
+        ("gpt_oss", json!({"swiglu_limit": 7.0})),
+        ("gemma4_full", json!({})),
+        ("gemma4_moe", json!({})),
+        ("lfm2_moe", json!({"routed_scaling_factor": 1.0})),
+        ("mistral", json!({"sliding_window": null})),
+        ("mixtral", json!({})),
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let [folder, made, again] = ["folder", "made.gguf", "again"].map(|name| scratch.path().join(name));

@@ -170,7 +170,8 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     let mut plan = Vec::new();
     for (name, shape) in expected {
         // Old files have some tensors whole that others have in parts.
-        let has_parts = described.form.parts_of(&name).is_some() && by_name.contains_key(&(name.clone(), 1));
+        let is_whole = described.form.gguf_name(&name).is_some_and(|whole| file.tensors().contains_key(&whole));
+        let has_parts = described.form.parts_of(&name).is_some() && !is_whole;
         let expected_shapes = if has_parts {
             order::part_shapes(&shape, model).into()
         } else {

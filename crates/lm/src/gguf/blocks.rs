@@ -304,6 +304,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn numbers_of_mxfp4_are_products_of_two_powers_and_small_for_every_exponent() {
+        for exponent in 0..=254u8 {
+            // The low halves of bytes come first: 0.5 and then -6.
+            let mut block = vec![exponent];
+            block.extend([0xf1; 16]);
+            let found = Vec::<f32>::try_from(TensorType::Mxfp4.dequantize(&block).unwrap()).unwrap();
+            let scale = 2f64.powi(i32::from(exponent) - 127);
+            let expected = [[(0.5 * scale) as f32; 16], [(-6.0 * scale) as f32; 16]].concat();
+            assert_eq!(found, expected, "{exponent}");
+            assert!(found.iter().all(|x| *x != 0.0));
+        }
+    }
+
+    #[test]
     fn a_scale_is_the_number_that_torch_reads_for_every_bit_pattern() {
         let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let expected = Tensor::from_data_size(&all, &[1 << 16], Kind::Half).to_kind(Kind::Float);
