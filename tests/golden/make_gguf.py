@@ -378,6 +378,12 @@ def values_of_family(name):
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
+    if name in ("qwen35moe", "gemma4", "gemma4_moe"):
+        # transformers' own reader. Of Gemma 4 it reads only tensors whose names end with weight.
+        theirs = AutoModelForCausalLM.from_pretrained(FILES, gguf_file=f"{name}.gguf", dtype=torch.float32, config=config).state_dict()
+        read = [own for own in state if own.endswith(".weight") or name == "qwen35moe"]
+        # A rate of decay has been a logarithm.
+        assert all(torch.allclose(theirs[own], state[own], rtol=1e-6, atol=0) for own in read), name
     found = {"input_ids": IDS, "logits": model(IDS).logits, **samples}
     return {key: tensor.contiguous() for key, tensor in found.items()}
 

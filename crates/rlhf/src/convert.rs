@@ -213,7 +213,9 @@ impl Planned {
         // Numbers that change are rounded to `kind` after that.
         let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { *kind };
         if let [first, second] = self.stored.as_slice() {
-            return order::joined([&file.read(first, *kind)?, &file.read(second, *kind)?], model);
+            let [one, other] = order::part_shapes(shape, model);
+            let part = |name: &str, shape: &[i64]| -> Result<Tensor> { Ok(file.read(name, *kind)?.f_reshape(shape)?) };
+            return order::joined([&part(first, &one)?, &part(second, &other)?], model);
         }
         let stored = &self.stored[0];
         let tensor = match self.entry {

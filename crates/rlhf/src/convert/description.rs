@@ -87,6 +87,7 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     })?;
     let settings = Settings { file, architecture, form };
     settings.check_known()?;
+    let layers = settings.layers()?;
     let heads = settings.size("attention.head_count")?;
     let hidden = settings.size("embedding_length")?;
     let (kv_heads, layer_types) = settings.key_heads(heads)?;
@@ -101,7 +102,6 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         "gemma4" => (None, vec![ROPE_FACTORS]),
         _ => settings.rope_scaling(head_dim, theta)?,
     };
-    let layers = settings.layers()?;
     let mut config = Map::from_iter([
         ("architectures".into(), json!([form.class])),
         ("model_type".into(), json!(form.model_type)),
@@ -213,6 +213,14 @@ impl Settings<'_> {
     /// The number of layers, and of those after them.
     fn layers(&self) -> Result<[i64; 2]> {
         let all = self.size("block_count")?;
+        // A false count takes no memory.
+        let tensors = self.file.tensors().len() as i64;
+        if all > tensors {
+            let key = self.key("block_count");
+            return Err(self
+                .file
+                .error(format!("`{key}`: expected at most as many as the {tensors} tensors, found {all}")));
+        }
         let later = if self.form.keys.contains(&NEXTN) { self.optional(NEXTN)?.unwrap_or(0) } else { 0 };
         if later >= all {
             let message = format!("`{}`: expected fewer than all {all} layers, found {later}", self.key(NEXTN));

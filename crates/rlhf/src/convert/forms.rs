@@ -1,5 +1,14 @@
 //! The families that llama.cpp's files hold, with the names of their tensors there and in a model folder.
 
+use rlhf_base::Result;
+use rlhf_lm::gguf::Value;
+
+/// Settings of an architecture in a file.
+pub(super) type Keys = Vec<(&'static str, Value)>;
+
+/// Refuses a setting of a model folder by its key, with the expected and the found value.
+pub(super) type Wrong<'a> = &'a dyn Fn(&str, &str, &dyn std::fmt::Display) -> Result<()>;
+
 /// Names: llama.cpp's, and the one in a model folder.
 type Pair = (&'static str, &'static str);
 

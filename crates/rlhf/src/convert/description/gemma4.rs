@@ -38,7 +38,7 @@ impl Settings<'_> {
 
     /// Whether each layer has a window.
     fn local_layers(&self) -> Result<Vec<bool>> {
-        let layers = self.size("block_count")?;
+        let [layers, _] = self.layers()?;
         match self.file.metadata().get(&self.key(PATTERN)) {
             Some(Meta::Integer(period @ 1..)) => Ok((1..=layers).map(|number| number % period != 0).collect()),
             _ => self

@@ -3,8 +3,8 @@
 use super::super::description::score_width;
 use super::super::forms::{
     ANGLE_FACTOR, BETA_FAST, BETA_SLOW, DENSE_LAYERS, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, Form, GATING, GROWTH,
-    INTERVAL, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, SCORE_CAP, SECTIONS, SHARED_WIDTH, SIGMOID, SSM_GROUPS,
-    SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
+    INTERVAL, Keys, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, SCORE_CAP, SECTIONS, SHARED_WIDTH, SIGMOID,
+    SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW, Wrong,
 };
 use rlhf_base::weights::read_json;
 use rlhf_base::{Error, Result};
@@ -12,8 +12,6 @@ use rlhf_lm::gguf::Value;
 use rlhf_lm::model::{Mixing, ModelConfig, RopeScaling, Scoring};
 use serde_json::Value as Json;
 use std::path::Path;
-
-pub(super) type Keys = Vec<(&'static str, Value)>;
 
 /// llama.cpp's parts of the rotated dimensions where a file states none: as its converter has them.
 const USUAL_SECTIONS: [i64; 4] = [11, 11, 10, 0];
@@ -183,9 +181,6 @@ fn check_experts(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
     }
     Ok(())
 }
-
-/// Refuses a setting by its key, with the expected and the found value.
-pub(super) type Wrong<'a> = &'a dyn Fn(&str, &str, &dyn std::fmt::Display) -> Result<()>;
 
 fn check_gemma(config: &ModelConfig, is_second: bool, wrong: Wrong<'_>) -> Result<()> {
     let pattern = pattern(config);

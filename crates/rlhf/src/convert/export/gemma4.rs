@@ -1,9 +1,9 @@
 //! Settings of Gemma 4 in llama.cpp's files.
 
 use super::super::forms::{
-    LAYER_INPUT, LOCAL_BASE, LOCAL_KEY, LOCAL_ROTATED, LOCAL_VALUE, LOGIT_CAP, PATTERN, SHARED_KEYS, WINDOW,
+    Keys, LAYER_INPUT, LOCAL_BASE, LOCAL_KEY, LOCAL_ROTATED, LOCAL_VALUE, LOGIT_CAP, PATTERN, SHARED_KEYS, WINDOW,
+    Wrong,
 };
-use super::extras::{Keys, Wrong};
 use rlhf_base::Result;
 use rlhf_lm::gguf::Value;
 use rlhf_lm::model::{ModelConfig, RopeScaling};
