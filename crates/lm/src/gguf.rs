@@ -31,8 +31,10 @@ pub enum Value {
     Bool(bool),
     /// A text.
     Text(String),
-    /// A list of integers or truth values.
+    /// A list of integers.
     Integers(Vec<i64>),
+    /// A list of truth values.
+    Bools(Vec<bool>),
     /// A list of numbers.
     Numbers(Vec<f32>),
     /// A list of texts.
@@ -48,6 +50,7 @@ impl Value {
             Value::Bool(value) => value.to_string(),
             Value::Text(text) => format!("{:?}", rlhf_base::safe_text::beginning(text, 120)),
             Value::Integers(list) => format!("a list of {} integers", list.len()),
+            Value::Bools(list) => format!("a list of {} truth values", list.len()),
             Value::Numbers(list) => format!("a list of {} numbers", list.len()),
             Value::Texts(list) => format!("a list of {} texts", list.len()),
         }
@@ -223,6 +226,16 @@ impl Gguf {
             None => Ok(None),
             Some(Value::Bool(value)) => Ok(Some(*value)),
             Some(other) => Err(self.wrong(key, "true or false", other)),
+        }
+    }
+
+    /// The truth values of `key`, if it is set; integers are true if they are not 0.
+    pub fn flags(&self, key: &str) -> Result<Option<Vec<bool>>> {
+        match self.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::Bools(list)) => Ok(Some(list.clone())),
+            Some(Value::Integers(list)) => Ok(Some(list.iter().map(|n| *n != 0).collect())),
+            Some(other) => Err(self.wrong(key, "a list of truth values", other)),
         }
     }
 

@@ -69,7 +69,7 @@ pub use quantized::{QuantType, Quantization, QuantizationConfig};
 pub use sampled::{Sampled, TokenSet};
 pub use shape::{
     Activation, ClampedGate, Experts, Family, LayerInputs, LayerShape, NormKind, Order, Pooling, QueryGrowth,
-    RelativeAttention, RelativeBias, Rope, RopeScaling, Shape,
+    RelativeAttention, RelativeBias, Rope, RopeScaling, Scoring, Shape,
 };
 pub use shard::Shards;
 pub use shard::TrainedPart;

@@ -1,5 +1,7 @@
 //! `rlhf convert`: GGUF files that the `gguf` package wrote, against its numbers and transformers' logits.
 
+mod families;
+
 use crate::cli::Scratch;
 use crate::support::{Tensors, assert_close, golden, read_json};
 use rlhf::convert::convert;
@@ -13,14 +15,35 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
-const NAMES: [&str; 14] = [
-    "llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "lfm2", "k_quants", "qwen35", "gemma3",
-    "gemma2", "mistral3", "qwen3moe",
+/// The files, with the number of types that they have sampled tensors of.
+const FILES: [(&str, usize); 22] = [
+    ("llama", 7),
+    ("llama3", 2),
+    ("qwen2", 2),
+    ("qwen3", 2),
+    ("smollm3", 2),
+    ("olmo2", 2),
+    ("granite", 2),
+    ("lfm2", 2),
+    ("k_quants", 10),
+    ("qwen35", 2),
+    ("gemma3", 2),
+    ("gemma2", 2),
+    ("mistral3", 2),
+    ("qwen3moe", 2),
+    ("gpt-oss", 3),
+    ("gemma4", 2),
+    ("gemma4_moe", 2),
+    ("qwen35moe", 2),
+    ("qwen3next", 2),
+    ("lfm2moe", 2),
+    ("olmo3", 2),
+    ("mixtral", 2),
 ];
 
 /// The architectures, as errors list them.
-const ARCHITECTURES: &str =
-    "llama, qwen2, qwen3, qwen3moe, qwen35, smollm3, olmo2, granite, lfm2, gemma2, gemma3 or mistral3";
+const ARCHITECTURES: &str = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, smollm3, olmo2, granite, \
+                             lfm2, lfm2moe, gemma2, gemma3, gemma4, gpt-oss or mistral3";
 
 /// The end of the name of a part of `k_quants`.
 fn part(number: usize) -> String {
@@ -67,7 +90,7 @@ fn with_tensor(tensor: &str, offset: usize, number: u32) -> Vec<u8> {
 
 #[test]
 fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_transformers() {
-    for name in NAMES {
+    for (name, types) in FILES {
         let scratch = tempfile::tempdir().unwrap();
         let out = scratch.path().join("out");
         let report = convert(&ConvertConfig::new(file(name), &out)).unwrap();
@@ -85,11 +108,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
             assert_eq!(part.select(&found), *part.tensor, "{name}: {kind}, {tensor}");
             kinds += 1;
         }
-        assert_eq!(
-            kinds,
-            [7, 2, 2, 2, 2, 2, 2, 2, 10, 2, 2, 2, 2, 2][NAMES.iter().position(|other| *other == name).unwrap()],
-            "{name}"
-        );
+        assert_eq!(kinds, types, "{name}");
         let ids = golden.rows("input_ids");
         let logits = golden.get("logits").get(0);
         let scale = logits.abs().max().double_value(&[]).max(1.0);
@@ -100,7 +119,7 @@ fn a_converted_model_has_the_numbers_of_the_gguf_package_and_the_logits_of_trans
 #[test]
 fn a_file_made_of_a_converted_folder_has_the_metadata_of_the_first_and_becomes_the_same_folder() {
     let texts = read_json(&golden().join("gguf/texts.json"));
-    for name in NAMES {
+    for (name, _) in FILES {
         let scratch = tempfile::tempdir().unwrap();
         let [first, second] = ["first", "second"].map(|name| scratch.path().join(name));
         let made = scratch.path().join("made.gguf");
@@ -208,8 +227,8 @@ fn what_no_gguf_file_can_be_made_of_is_refused_and_no_file_is_left() {
     for (config, message) in [
         (
             ConvertConfig::export(models.join("gpt2"), &out),
-            "expected a model of type llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, smollm3, olmo2, granite, lfm2, gemma2, gemma3_text or \
-             ministral3, found `gpt2`",
+            "expected a model of type mixtral, llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, smollm3, \
+             olmo3, olmo2, granite, lfm2, lfm2_moe, gemma2, gemma3_text, gemma4_text, gpt_oss or ministral3, found `gpt2`",
         ),
         (ConvertConfig::export(golden().join("lora/llama_untied"), &out), "found an adapter; `rlhf merge`"),
         (
@@ -364,6 +383,12 @@ fn golden_models_of_newer_families_become_files_and_the_same_models_again() {
         ("gemma3", json!({"final_logit_softcapping": null, "query_pre_attn_scalar": 16})),
         ("gemma2", json!({"query_pre_attn_scalar": 16})),
         ("ministral3", json!({})),
+        ("gpt_oss", json!({"swiglu_limit": 7.0})),
+        ("gemma4_full", json!({})),
+        ("gemma4_moe", json!({})),
+        ("lfm2_moe", json!({"routed_scaling_factor": 1.0})),
+        ("mistral", json!({"sliding_window": null})),
+        ("mixtral", json!({})),
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let [folder, made, again] = ["folder", "made.gguf", "again"].map(|name| scratch.path().join(name));
@@ -607,7 +632,7 @@ fn weights_are_rounded_once_to_the_dtype_that_is_set() {
 #[test]
 fn a_converted_tokenizer_gives_the_ids_of_the_one_that_the_file_was_made_of() {
     let texts = read_json(&golden().join("gguf/texts.json"));
-    for name in NAMES {
+    for (name, _) in FILES {
         let scratch = tempfile::tempdir().unwrap();
         let out = scratch.path().join("out");
         let report = convert(&ConvertConfig::new(file(name), &out)).unwrap();
@@ -701,8 +726,8 @@ fn the_end_of_a_turn_is_a_second_end_token() {
 fn an_unsupported_part_is_refused_by_name_before_anything_is_written() {
     let whole = std::fs::read(file("llama")).unwrap();
     let error = refused(&with_tensor("blk.0.attn_q.weight", 20, 16));
-    let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL or \
-                   IQ4_XS, found IQ2_XXS: this quantization is not supported";
+    let message = "tensor `blk.0.attn_q.weight`: expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS \
+                   or MXFP4, found IQ2_XXS: this quantization is not supported";
     assert!(error.ends_with(message), "{error}");
     for (bytes, message) in [
         (

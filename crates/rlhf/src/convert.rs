@@ -115,40 +115,47 @@ fn holds_conversion(dir: &Path, config: &ConvertConfig) -> bool {
 #[derive(Debug)]
 struct Planned {
     spec: TensorSpec,
-    /// Its name in the GGUF file.
-    stored: String,
+    /// Its names in the GGUF file: one, or those of its parts.
+    stored: Vec<String>,
     /// The entry of that tensor, if it stacks matrices.
     entry: Option<i64>,
 }
 
-/// A file's tensor for a name in a model folder: its name, its shape, and the entry of a stack.
-type Stored<'a> = (&'a str, &'a [i64], Option<i64>);
+/// A file's tensor for a name in a model folder.
+struct Stored<'a> {
+    name: &'a str,
+    shape: &'a [i64],
+    /// The entry of a stack.
+    entry: Option<i64>,
+}
 
-/// The tensors of the file by their names in a model folder.
-fn stored_tensors<'a>(file: &'a Gguf, described: &Description) -> Result<BTreeMap<String, Stored<'a>>> {
-    let mut by_name = BTreeMap::new();
+/// The tensors of the file by their names in a model folder, and by their number among the parts of one there.
+fn stored_tensors<'a>(file: &'a Gguf, described: &Description) -> Result<BTreeMap<(String, usize), Stored<'a>>> {
+    let mut by_name: BTreeMap<(String, usize), Stored<'a>> = BTreeMap::new();
     for (name, entry) in file.tensors() {
-        // Layers after the model's predict further tokens.
-        let is_later = forms::numbered("blk.", name).is_some_and(|(layer, _)| described.is_later(layer));
-        if is_later || described.unused.contains(&name.as_str()) {
+        if described.is_unused(name) {
             continue;
         }
         let shown = beginning(name, 120);
         let count = if entry.shape.len() == 3 { entry.shape[0] } else { 0 };
         // No model has more experts than this.
         let stack = described.form.stacked_names(name, count.min(1 << 16)).filter(|_| count > 0);
-        let folder_names: Vec<(String, Option<i64>)> = match (stack, described.form.folder_name(name)) {
-            (Some(names), _) => names.into_iter().zip((0..).map(Some)).collect(),
+        let one = || {
+            let part = described.form.whole_of(name);
+            part.or_else(|| Some((described.form.folder_name(name)?, 0)))
+        };
+        let folder_names: Vec<((String, usize), Option<i64>)> = match (stack, one()) {
+            (Some(names), _) => names.into_iter().map(|name| (name, 0)).zip((0..).map(Some)).collect(),
             (None, Some(only)) => vec![(only, None)],
             (None, None) => {
                 let family = described.form.model_type;
                 return Err(file.error(format!("tensor `{shown}`: a `{family}` model has no such tensor")));
             }
         };
-        for (folder_name, at) in folder_names {
-            let shape = if at.is_some() { &entry.shape[1..] } else { &entry.shape[..] };
-            if let Some((other, ..)) = by_name.insert(folder_name, (name.as_str(), shape, at)) {
-                let other = beginning(other, 120);
+        for (folder_name, entry_at) in folder_names {
+            let shape = if entry_at.is_some() { &entry.shape[1..] } else { &entry.shape[..] };
+            if let Some(other) = by_name.insert(folder_name, Stored { name, shape, entry: entry_at }) {
+                let other = beginning(other.name, 120);
                 return Err(file.error(format!("tensors `{other}` and `{shown}`: expected one of them, found both")));
             }
         }
@@ -162,34 +169,62 @@ fn plan(file: &Gguf, described: &Description, model: &ModelConfig, kind: Kind) -
     let expected = ModelSizes::shapes_of_causal_lm(model, file.path())?;
     let mut plan = Vec::new();
     for (name, shape) in expected {
-        let (stored, found, entry) =
-            by_name.remove(&name).ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
-        // llama.cpp's convolutions have no dimension of groups.
-        if *found != shape && !(order::is_convolution(&name) && *found == [shape[0], shape[2]]) {
-            let stored = beginning(stored, 120);
-            return Err(file.error(format!("tensor `{stored}`: expected {shape:?} for `{name}`, found {found:?}")));
+        // Old files have some tensors whole that others have in parts.
+        let is_whole = described.form.gguf_name(&name).is_some_and(|whole| file.tensors().contains_key(&whole));
+        let has_parts = described.form.parts_of(&name).is_some() && !is_whole;
+        let expected_shapes = if has_parts {
+            order::part_shapes(&shape, model).into()
+        } else {
+            vec![order::file_shape(&name, &shape, model)]
+        };
+        let (mut stored, mut entry) = (Vec::new(), None);
+        for (part, expected) in expected_shapes.iter().enumerate() {
+            let found = by_name.remove(&(name.clone(), part));
+            let found = found.ok_or_else(|| file.error(format!("expected a tensor for `{name}`, found none")))?;
+            // Rows of one number, and a single row, may lack a dimension.
+            if numbers_of(found.shape) != numbers_of(expected) {
+                let (stored, found) = (beginning(found.name, 120), found.shape);
+                let message = format!("tensor `{stored}`: expected {expected:?} for `{name}`, found {found:?}");
+                return Err(file.error(message));
+            }
+            stored.push(found.name.to_string());
+            entry = found.entry;
         }
-        plan.push(Planned { spec: TensorSpec { name, kind, shape }, stored: stored.into(), entry });
+        plan.push(Planned { spec: TensorSpec { name, kind, shape }, stored, entry });
     }
     match by_name.values().next() {
         None => Ok(plan),
-        Some((stored, ..)) => Err(file
-            .error(format!("tensor `{}`: a model of the file's settings has no such tensor", beginning(stored, 120)))),
+        Some(stored) => {
+            let stored = beginning(stored.name, 120);
+            Err(file.error(format!("tensor `{stored}`: a model of the file's settings has no such tensor")))
+        }
     }
+}
+
+/// A shape without dimensions of one entry.
+fn numbers_of(shape: &[i64]) -> Vec<i64> {
+    shape.iter().copied().filter(|size| *size != 1).collect()
 }
 
 impl Planned {
     /// Reads the tensor, in a model folder's order.
     fn read(&self, file: &Gguf, described: &Description, model: &ModelConfig) -> Result<Tensor> {
-        let TensorSpec { name, kind, .. } = &self.spec;
+        let TensorSpec { name, kind, shape } = &self.spec;
         // Numbers that change are rounded to `kind` after that.
         let read_kind = if order::changes_numbers(name, model) { Kind::Float } else { *kind };
+        if let [first, second] = self.stored.as_slice() {
+            let [one, other] = order::part_shapes(shape, model);
+            let part = |name: &str, shape: &[i64]| -> Result<Tensor> { Ok(file.read(name, *kind)?.f_reshape(shape)?) };
+            return order::joined([&part(first, &one)?, &part(second, &other)?], model);
+        }
+        let stored = &self.stored[0];
         let tensor = match self.entry {
-            None => file.read(&self.stored, read_kind)?,
-            Some(entry) => file.read_entry(&self.stored, entry, read_kind)?,
+            None => file.read(stored, read_kind)?,
+            Some(entry) => file.read_entry(stored, entry, read_kind)?,
         };
+        let tensor = tensor.f_reshape(order::file_shape(name, shape, model).as_slice())?;
         let tensor = order::reordered(name, tensor, model, described.form.is_interleaved, To::Folder)
-            .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(&self.stored, 120))))?;
+            .map_err(|error| file.error(format!("tensor `{}`: {error}", beginning(stored, 120))))?;
         Ok(tensor.to_kind(*kind))
     }
 }

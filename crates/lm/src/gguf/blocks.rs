@@ -36,6 +36,8 @@ pub enum TensorType {
     Iq4Nl,
     /// 4 bits, indices into `LEVELS`: a scale for 256 numbers, and 6 bits of scale for each 32 of them.
     Iq4Xs,
+    /// 4 bits, indices into `SMALL_FLOATS`: a power of two for 32 numbers.
+    Mxfp4,
 }
 
 /// The unit in which elements are stored.
@@ -46,7 +48,7 @@ pub struct Block {
 }
 
 /// ggml's numbers and names of types that are not supported.
-const OTHERS: [(u32, &str); 22] = [
+const OTHERS: [(u32, &str); 21] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -66,7 +68,6 @@ const OTHERS: [(u32, &str); 22] = [
     (33, "Q4_0_8_8"),
     (34, "TQ1_0"),
     (35, "TQ2_0"),
-    (39, "MXFP4"),
     (40, "NVFP4"),
     (41, "Q1_0"),
 ];
@@ -74,7 +75,7 @@ const OTHERS: [(u32, &str); 22] = [
 impl TensorType {
     /// The supported types, for messages.
     pub(super) const EXPECTED: &'static str =
-        "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL or IQ4_XS";
+        "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4";
 
     /// The type of ggml's number; else the name of the number.
     pub(super) fn of(number: u32) -> Result<Self, String> {
@@ -94,6 +95,7 @@ impl TensorType {
             20 => Self::Iq4Nl,
             23 => Self::Iq4Xs,
             30 => Self::BF16,
+            39 => Self::Mxfp4,
             other => {
                 let name = OTHERS.iter().find(|(known, _)| *known == other).map(|(_, name)| name.to_string());
                 return Err(name.unwrap_or_else(|| format!("type {other}")));
@@ -117,6 +119,7 @@ impl TensorType {
             Self::Q5K => (256, 2 + 2 + 12 + 32 + 128),
             Self::Q6K => (256, 128 + 64 + 16 + 2),
             Self::Iq4Xs => (256, 2 + 2 + 4 + 128),
+            Self::Mxfp4 => (32, 1 + 16),
         };
         Block { elements, bytes }
     }
@@ -154,6 +157,7 @@ impl TensorType {
             Self::Q6K => six_bits,
             Self::Iq4Nl => |numbers, block| levels(numbers, &block[2..], f16(block, 0)),
             Self::Iq4Xs => scaled_levels,
+            Self::Mxfp4 => small_floats,
         };
         let Block { elements, bytes: size } = self.block();
         let mut numbers = Vec::with_capacity(bytes.len() / size * elements);
@@ -267,6 +271,16 @@ fn scaled_levels(numbers: &mut Vec<f32>, block: &[u8]) {
     }
 }
 
+/// The numbers of MXFP4, for an exponent of 0.
+const SMALL_FLOATS: [f64; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// Appends the 32 numbers of a block of MXFP4: an exponent, to which 127 was added, and four bits of all.
+fn small_floats(numbers: &mut Vec<f32>, block: &[u8]) {
+    // In f64, as the least power of two is below the normal numbers of f32.
+    let scale = 2f64.powi(i32::from(block[0]) - 127);
+    numbers.extend(halves(&block[1..]).map(|code| (scale * SMALL_FLOATS[usize::from(code)]) as f32));
+}
+
 /// The u32 at the byte `at`.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
@@ -288,6 +302,20 @@ pub(super) fn f16(bytes: &[u8], at: usize) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_mxfp4_are_products_of_two_powers_and_small_for_every_exponent() {
+        for exponent in 0..=254u8 {
+            // The low halves of bytes come first: 0.5 and then -6.
+            let mut block = vec![exponent];
+            block.extend([0xf1; 16]);
+            let found = Vec::<f32>::try_from(TensorType::Mxfp4.dequantize(&block).unwrap()).unwrap();
+            let scale = 2f64.powi(i32::from(exponent) - 127);
+            let expected = [[(0.5 * scale) as f32; 16], [(-6.0 * scale) as f32; 16]].concat();
+            assert_eq!(found, expected, "{exponent}");
+            assert!(found.iter().all(|x| *x != 0.0));
+        }
+    }
 
     #[test]
     fn a_scale_is_the_number_that_torch_reads_for_every_bit_pattern() {

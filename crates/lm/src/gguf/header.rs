@@ -209,12 +209,14 @@ impl<'a> Reader<'a> {
                     })
                     .collect::<Result<_>>()?,
             ),
+            7 => Value::Bools(
+                (0..count).map(|_| Ok(self.single(kind, key)? == Value::Bool(true))).collect::<Result<_>>()?,
+            ),
             9 => return Err(self.error(format!("`{}`: lists of lists are not supported", beginning(key, 120)))),
             _ => Value::Integers(
                 (0..count)
                     .map(|_| match self.single(kind, key)? {
                         Value::Integer(n) => Ok(n),
-                        Value::Bool(value) => Ok(value.into()),
                         _ => Ok(0),
                     })
                     .collect::<Result<_>>()?,

@@ -2,9 +2,9 @@
 
 use super::blocks::f16;
 
-/// Number of elements of a block of Q5_0.
+/// Number of elements of a block of Q5_0 and of Q5_1.
 pub(super) const SMALL: usize = 32;
-/// Number of elements of a block of Q4_K and of Q6_K.
+/// Number of elements of a block of Q4_K, Q5_K and Q6_K.
 pub(super) const LARGE: usize = 256;
 
 /// Candidates for the codes of a group: scales that are up to this many twentieths of a code wider or narrower than its numbers.
@@ -33,6 +33,21 @@ pub(super) fn five_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
     let (bits, scale) = rounded(symmetric(numbers, 16));
     let codes: Vec<u8> = numbers.iter().map(|x| code(x / scale + 16.0, 31)).collect();
     bytes.extend(bits);
+    five_bit_codes(bytes, &codes);
+}
+
+/// Appends a block of Q5_1: a scale, the least value, the fifth bits, four bits of 32 numbers.
+pub(super) fn five_bits_with_least(bytes: &mut Vec<u8>, numbers: &[f32]) {
+    let [scale, least] = with_least(numbers, 31);
+    let ((scale_bits, scale), (least_bits, least)) = (rounded(scale), rounded(-least));
+    let codes: Vec<u8> = numbers.iter().map(|x| code((x - least) / scale, 31)).collect();
+    bytes.extend(scale_bits);
+    bytes.extend(least_bits);
+    five_bit_codes(bytes, &codes);
+}
+
+/// Appends the fifth bits of 32 codes, then their low four bits.
+fn five_bit_codes(bytes: &mut Vec<u8>, codes: &[u8]) {
     let high = codes.iter().enumerate().fold(0u32, |high, (at, code)| high | (u32::from(code >> 4) << at));
     bytes.extend(high.to_le_bytes());
     let (first, second) = codes.split_at(SMALL / 2);
@@ -41,9 +56,31 @@ pub(super) fn five_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
 
 /// Appends a block of Q4_K: the scales of the scales and of the least values, six bits of each for each 32 numbers, four bits of all.
 pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
-    let groups: Vec<[f32; 2]> = numbers.chunks_exact(32).map(|group| with_least(group, 15)).collect();
-    let most = |at: usize| groups.iter().map(|group| group[at]).fold(0.0, f32::max);
-    let ((scale_bits, scale), (least_bits, least)) = (six_bit_unit(most(0)), six_bit_unit(most(1)));
+    let codes = grouped(bytes, numbers, 15);
+    low_bits(bytes, &codes);
+}
+
+/// Appends a block of Q5_K: as Q4_K, with the fifth bits of all before the four.
+pub(super) fn five_bits_of_groups(bytes: &mut Vec<u8>, numbers: &[f32]) {
+    let codes = grouped(bytes, numbers, 31);
+    // The numbers at one place of all groups share a byte.
+    bytes.extend((0..32).map(|at| (0..8).fold(0, |byte, group| byte | ((codes[32 * group + at] >> 4) << group))));
+    low_bits(bytes, &codes);
+}
+
+/// Appends the low four bits of 256 codes: a byte has those of two numbers that are 32 apart.
+fn low_bits(bytes: &mut Vec<u8>, codes: &[u8]) {
+    for two in codes.chunks_exact(64) {
+        bytes.extend((0..32).map(|at| (two[at] & 15) | ((two[at + 32] & 15) << 4)));
+    }
+}
+
+/// Appends the scales and least values of groups of 32 numbers: those of 256 numbers with one scale for the scales and one for the least values.
+/// Returns the codes of the numbers, from 0 to `most`.
+fn grouped(bytes: &mut Vec<u8>, numbers: &[f32], most: u8) -> Vec<u8> {
+    let groups: Vec<[f32; 2]> = numbers.chunks_exact(32).map(|group| with_least(group, most)).collect();
+    let largest = |at: usize| groups.iter().map(|group| group[at]).fold(0.0, f32::max);
+    let ((scale_bits, scale), (least_bits, least)) = (six_bit_unit(largest(0)), six_bit_unit(largest(1)));
     bytes.extend(scale_bits);
     bytes.extend(least_bits);
     let parts: Vec<[u8; 2]> = groups
@@ -51,18 +88,11 @@ pub(super) fn four_bits(bytes: &mut Vec<u8>, numbers: &[f32]) {
         .map(|[group_scale, group_least]| [code(group_scale / scale, 63), code(group_least / least, 63)])
         .collect();
     bytes.extend(packed(&parts));
-    let codes: Vec<u8> = numbers
-        .chunks_exact(32)
-        .zip(&parts)
-        .flat_map(|(group, [scale_code, least_code])| {
-            let (group_scale, group_least) = (scale * f32::from(*scale_code), least * f32::from(*least_code));
-            group.iter().map(move |x| code((x + group_least) / group_scale, 15))
-        })
-        .collect();
-    // A byte has the codes of two numbers that are 32 apart.
-    for two in codes.chunks_exact(64) {
-        bytes.extend((0..32).map(|at| two[at] | (two[at + 32] << 4)));
-    }
+    let in_codes = |(group, [scale_code, least_code]): (&[f32], &[u8; 2])| {
+        let (group_scale, group_least) = (scale * f32::from(*scale_code), least * f32::from(*least_code));
+        group.iter().map(|x| code((x + group_least) / group_scale, most)).collect::<Vec<_>>()
+    };
+    numbers.chunks_exact(32).zip(&parts).flat_map(in_codes).collect()
 }
 
 /// Appends a block of Q6_K: the low four bits of all numbers, the high two, the scale of each 16, the scale of the scales.
@@ -216,9 +246,11 @@ mod tests {
         [sums[0] / sums[1].max(1e-30), (sums[2] / sums[3].max(1e-30)).sqrt()]
     }
 
-    const TYPES: [(usize, WriteBlock, TensorType, f64); 3] = [
+    const TYPES: [(usize, WriteBlock, TensorType, f64); 5] = [
         (SMALL, five_bits, TensorType::Q5_0, 0.045),
+        (SMALL, five_bits_with_least, TensorType::Q5_1, 0.045),
         (LARGE, four_bits, TensorType::Q4K, 0.09),
+        (LARGE, five_bits_of_groups, TensorType::Q5K, 0.045),
         (LARGE, six_bits, TensorType::Q6K, 0.02),
     ];
 

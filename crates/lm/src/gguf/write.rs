@@ -2,7 +2,9 @@
 
 use super::Value;
 use super::blocks::TensorType;
-use super::quantize::{LARGE, SMALL, WriteBlock, five_bits, four_bits, in_blocks, six_bits};
+use super::quantize::{
+    LARGE, SMALL, WriteBlock, five_bits, five_bits_of_groups, five_bits_with_least, four_bits, in_blocks, six_bits,
+};
 use rlhf_base::{Error, Result};
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -28,8 +30,12 @@ pub enum Stored {
     Q8_0,
     /// Five bits, with a scale in f16 for each 32 numbers.
     Q5_0,
+    /// Five bits, with a scale and a least value in f16 for each 32 numbers.
+    Q5_1,
     /// Four bits, with a scale and a least value for each 32 numbers, which have six bits and scales in f16 for 256 numbers.
     Q4K,
+    /// Five bits, as `Q4K`.
+    Q5K,
     /// Six bits, with a scale for each 16 numbers, which has eight bits and a scale in f16 for 256 numbers.
     Q6K,
 }
@@ -41,8 +47,10 @@ impl Stored {
             Self::F32 => 0,
             Self::F16 => 1,
             Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
             Self::Q8_0 => 8,
             Self::Q4K => 12,
+            Self::Q5K => 13,
             Self::Q6K => 14,
             Self::Bf16 => 30,
         }
@@ -56,7 +64,9 @@ impl Stored {
             Self::Bf16 => TensorType::BF16,
             Self::Q8_0 => TensorType::Q8_0,
             Self::Q5_0 => TensorType::Q5_0,
+            Self::Q5_1 => TensorType::Q5_1,
             Self::Q4K => TensorType::Q4K,
+            Self::Q5K => TensorType::Q5K,
             Self::Q6K => TensorType::Q6K,
         }
     }
@@ -73,8 +83,9 @@ impl Stored {
         let (large, small) = (width % LARGE as i64 == 0, width % BLOCK == 0);
         match self {
             Self::Q4K if !large => Self::Q5_0.of_rows(width),
+            Self::Q5K if !large => Self::Q5_1.of_rows(width),
             Self::Q6K if !large => Self::Q8_0.of_rows(width),
-            Self::Q8_0 | Self::Q5_0 if !small => Self::F16,
+            Self::Q8_0 | Self::Q5_0 | Self::Q5_1 if !small => Self::F16,
             fits => fits,
         }
     }
@@ -94,7 +105,9 @@ impl Stored {
             Self::F16 => raw_bytes(&tensor.to_kind(Kind::Half)),
             Self::Bf16 => raw_bytes(&tensor.to_kind(Kind::BFloat16)),
             Self::Q5_0 => blocks(SMALL, five_bits),
+            Self::Q5_1 => blocks(SMALL, five_bits_with_least),
             Self::Q4K => blocks(LARGE, four_bits),
+            Self::Q5K => blocks(LARGE, five_bits_of_groups),
             Self::Q6K => blocks(LARGE, six_bits),
             Self::Q8_0 => {
                 let blocks = tensor.to_kind(Kind::Float).f_contiguous()?.f_view([-1, BLOCK])?;
@@ -209,6 +222,10 @@ fn encode(out: &mut Vec<u8>, value: &Value) {
         Value::Integers(all) => {
             list(out, 5, all.len());
             all.iter().for_each(|n| out.extend((*n as i32).to_le_bytes()));
+        }
+        Value::Bools(all) => {
+            list(out, 7, all.len());
+            out.extend(all.iter().map(|value| u8::from(*value)));
         }
         Value::Numbers(all) => {
             list(out, 6, all.len());

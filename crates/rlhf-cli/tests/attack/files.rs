@@ -101,7 +101,23 @@ fn child_converts_damaged_files() {
     let mut outcomes = Outcomes::default();
     for case in 0..cases(300) {
         let mut dice = Dice(case);
-        let name = dice.pick(&["llama", "llama3", "qwen2", "qwen3", "smollm3", "olmo2", PARTS[0], PARTS[1]]);
+        let name = dice.pick(&[
+            "llama",
+            "llama3",
+            "qwen2",
+            "qwen3",
+            "smollm3",
+            "olmo2",
+            PARTS[0],
+            PARTS[1],
+            "gpt-oss",
+            "gemma4",
+            "gemma4_moe",
+            "qwen35moe",
+            "qwen3next",
+            "lfm2moe",
+            "olmo3",
+        ]);
         let mut bytes = std::fs::read(stored(name)).unwrap();
         for _ in 0..=dice.roll(3) {
             let at = dice.roll(HEADER.min(bytes.len() - 8));

@@ -1,10 +1,13 @@
 //! The metadata of a GGUF file as a `config.json`.
 
 mod extras;
+mod gemma4;
 
 pub(super) use extras::score_width;
 
-use super::forms::{ATTENTION_SCALE, EMBEDDING_SCALE, Form, LOGIT_SCALE, NEXTN, RESIDUAL_SCALE, listed};
+use super::forms::{
+    ATTENTION_SCALE, EMBEDDING_SCALE, Form, LOGIT_SCALE, NEXTN, RESIDUAL_SCALE, SHARED_KEYS, listed, numbered,
+};
 use rlhf_base::Result;
 use rlhf_base::safe_text::beginning;
 use rlhf_lm::gguf::{Gguf, Value as Meta};
@@ -52,13 +55,22 @@ pub(super) struct Description {
     pub(super) unused: Vec<&'static str>,
     /// The number of layers, and of those after them, which predict further tokens.
     layers: [i64; 2],
+    /// The first of the layers that share the keys and values of earlier ones.
+    first_shared: Option<i64>,
 }
 
 impl Description {
-    /// Whether this layer is one of those after the model's.
-    pub(super) fn is_later(&self, layer: usize) -> bool {
+    /// Whether the model has no place for this tensor of the file, and computes the same without it: those that predict further tokens, and
+    /// projections of keys and values in layers that share those of earlier ones.
+    pub(super) fn is_unused(&self, name: &str) -> bool {
+        const KEYS: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
         let [layers, later] = self.layers;
-        (layers..layers + later).contains(&(layer as i64))
+        let in_layer = numbered("blk.", name).is_some_and(|(layer, rest)| {
+            let layer = layer as i64;
+            let shares = self.first_shared.is_some_and(|first| (first..layers).contains(&layer));
+            (layers..layers + later).contains(&layer) || shares && KEYS.contains(&rest)
+        });
+        in_layer || self.unused.contains(&name)
     }
 }
 
@@ -68,12 +80,14 @@ impl Description {
 /// If a setting is missing, has another type, or is not supported.
 pub(super) fn describe(file: &Gguf) -> Result<Description> {
     let architecture = file.text("general.architecture")?.unwrap_or_default();
-    let form = Form::of_architecture(architecture).ok_or_else(|| {
+    let has = |name: &str| matches!(file.metadata().get(&format!("{architecture}.{name}")), Some(Meta::Integer(1..)));
+    let form = Form::of_architecture(architecture, has).ok_or_else(|| {
         let (expected, other) = (listed(|form| form.architecture), beginning(architecture, 120));
         file.error(format!("`general.architecture`: expected {expected}, found {other:?}"))
     })?;
     let settings = Settings { file, architecture, form };
     settings.check_known()?;
+    let layers = settings.layers()?;
     let heads = settings.size("attention.head_count")?;
     let hidden = settings.size("embedding_length")?;
     let (kv_heads, layer_types) = settings.key_heads(heads)?;
@@ -81,15 +95,18 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     let embedding = file.tensors().get("token_embd.weight").map(|entry| entry.shape[0]);
     let vocab = embedding.ok_or_else(|| file.error("expected the tensor `token_embd.weight`, found none"))?;
     let eps = settings.required(EPSILON)?;
+    let width = settings.width()?;
     let theta = file.number(&settings.key("rope.freq_base"))?.unwrap_or(10_000.0);
-    let (rope_scaling, unused) = settings.rope_scaling(head_dim, theta)?;
-    let layers = settings.layers()?;
+    let (rope_scaling, unused) = match architecture {
+        // It says which angles are 0.
+        "gemma4" => (None, vec![ROPE_FACTORS]),
+        _ => settings.rope_scaling(head_dim, theta)?,
+    };
     let mut config = Map::from_iter([
         ("architectures".into(), json!([form.class])),
         ("model_type".into(), json!(form.model_type)),
         ("vocab_size".into(), json!(vocab)),
         ("hidden_size".into(), json!(hidden)),
-        ("intermediate_size".into(), json!(settings.size("feed_forward_length")?)),
         ("num_hidden_layers".into(), json!(layers[0])),
         ("num_attention_heads".into(), json!(heads)),
         ("num_key_value_heads".into(), json!(kv_heads)),
@@ -99,6 +116,7 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
         ("tie_word_embeddings".into(), json!(!file.tensors().contains_key("output.weight"))),
         ("torch_dtype".into(), json!("float32")),
     ]);
+    config.extend(width.map(|width| ("intermediate_size".to_string(), json!(width))));
     if !form.is_gemma() {
         config.insert("hidden_act".into(), json!("silu"));
     }
@@ -106,21 +124,27 @@ pub(super) fn describe(file: &Gguf) -> Result<Description> {
     if architecture != "qwen2" {
         config.insert("attention_bias".into(), json!(has("blk.0.attn_q.bias")));
     }
-    if ["llama", "granite"].contains(&architecture) {
+    if ["llama", "granite"].contains(&architecture) && !form.has_experts() {
         config.insert("mlp_bias".into(), json!(has("blk.0.ffn_down.bias")));
     }
     let sizes = extras::Sizes { hidden, heads, head_dim, layers: layers[0] };
-    config.extend(match architecture {
+    config.extend(match form.model_type {
         "granite" => settings.factors(head_dim)?,
-        "lfm2" => settings.convolutions(eps, layer_types)?,
-        "qwen35" => settings.delta(sizes)?,
-        "qwen3moe" => settings.experts()?,
-        "gemma2" | "gemma3" => settings.gemma(sizes)?,
+        "lfm2" | "lfm2_moe" => settings.convolutions(eps, layer_types)?,
+        "qwen3_5_text" | "qwen3_5_moe_text" | "qwen3_next" => settings.delta(sizes)?,
+        "gemma2" | "gemma3_text" => settings.gemma(sizes)?,
+        "gemma4_text" => settings.gemma4(sizes)?,
+        "gpt_oss" | "olmo3" => settings.windows(layers[0])?,
         _ => Map::new(),
     });
-    config.extend(settings.ropes(theta, rope_scaling, head_dim)?);
+    config.extend(settings.experts()?);
+    config.extend(match architecture {
+        "gemma4" => settings.proportional(theta)?,
+        _ => settings.ropes(theta, rope_scaling, head_dim)?,
+    });
     config.extend(settings.special_tokens()?);
-    Ok(Description { config, form, unused, layers })
+    let shared = if architecture == "gemma4" { settings.optional(SHARED_KEYS)? } else { None };
+    Ok(Description { config, form, unused, layers, first_shared: shared.map(|shared| layers[0] - shared) })
 }
 
 /// The settings of a file's architecture.
@@ -170,9 +194,33 @@ impl Settings<'_> {
         self.file.number(&key)?.ok_or_else(|| self.file.error(format!("expected the key `{key}`, found none")))
     }
 
+    /// The width of an MLP, if the file states one: that of the first layer, if layers have numbers of their own.
+    fn width(&self) -> Result<Option<i64>> {
+        const NAME: &str = "feed_forward_length";
+        let key = self.key(NAME);
+        if self.architecture == "qwen35moe" && !self.file.metadata().contains_key(&key) {
+            return Ok(None);
+        }
+        match self.file.metadata().get(&key) {
+            Some(Meta::Integers(all)) if self.architecture == "gemma4" => match all.first() {
+                Some(first @ 1..=0x1000_0000) => Ok(Some(*first)),
+                _ => Err(self.file.error(format!("`{key}`: expected integers from 1 to {}, found others", 1 << 28))),
+            },
+            _ => Ok(Some(self.size(NAME)?)),
+        }
+    }
+
     /// The number of layers, and of those after them.
     fn layers(&self) -> Result<[i64; 2]> {
         let all = self.size("block_count")?;
+        // A false count takes no memory.
+        let tensors = self.file.tensors().len() as i64;
+        if all > tensors {
+            let key = self.key("block_count");
+            return Err(self
+                .file
+                .error(format!("`{key}`: expected at most as many as the {tensors} tensors, found {all}")));
+        }
         let later = if self.form.keys.contains(&NEXTN) { self.optional(NEXTN)?.unwrap_or(0) } else { 0 };
         if later >= all {
             let message = format!("`{}`: expected fewer than all {all} layers, found {later}", self.key(NEXTN));
@@ -194,7 +242,11 @@ impl Settings<'_> {
     fn key_heads(&self, heads: i64) -> Result<(i64, Option<Value>)> {
         let name = "attention.head_count_kv";
         let key = self.key(name);
-        if self.architecture != "lfm2" || !matches!(self.file.metadata().get(&key), Some(Meta::Integers(_))) {
+        if self.architecture == "gemma4" {
+            return Ok((self.local_heads(heads)?, None));
+        }
+        if !self.architecture.starts_with("lfm2") || !matches!(self.file.metadata().get(&key), Some(Meta::Integers(_)))
+        {
             return Ok((self.optional(name)?.unwrap_or(heads), None));
         }
         let all = self.file.integers(&key)?.unwrap_or_default();
@@ -220,10 +272,13 @@ impl Settings<'_> {
         ]))
     }
 
-    /// The width of a head; all of it is rotated but in Qwen3.5.
+    /// The width of a head, of layers with windows in Gemma 4; all of it is rotated but in Qwen3.5.
     fn head_dim(&self, hidden: i64, heads: i64) -> Result<i64> {
+        if self.architecture == "gemma4" {
+            return self.local_width();
+        }
         let key = self.optional("attention.key_length")?;
-        let is_part = self.architecture == "qwen35";
+        let is_part = self.is_partly_rotated();
         let rotated = if is_part { None } else { self.optional("rope.dimension_count")? };
         let head_dim = match key.or(rotated) {
             Some(n @ 1..) => n,
@@ -243,6 +298,11 @@ impl Settings<'_> {
             }
         }
         Ok(head_dim)
+    }
+
+    /// Whether the family rotates a part of a head.
+    fn is_partly_rotated(&self) -> bool {
+        ["qwen35", "qwen35moe", "qwen3next"].contains(&self.architecture)
     }
 
     /// The scaling of rotary angles, and the tensors that it was read from.

@@ -1,13 +1,16 @@
 //! `rlhf convert MODEL --output_file FILE.gguf`: makes a GGUF file of a model folder, as llama.cpp's converter does.
 
 mod extras;
+mod gemma4;
+mod mix;
 mod tokens;
 
 use super::forms::{
     ATTENTION_SCALE, CONV_CACHE, EMBEDDING_SCALE, Form, LOGIT_SCALE, RESIDUAL_SCALE, ROUTER_PART, listed,
 };
-use super::order::{To, is_convolution, reordered};
+use super::order::{To, divided, file_shape, is_convolution, part_shapes, reordered};
 use crate::settings::{ConvertConfig, GgufType};
+use mix::Mix;
 use rlhf_base::safe_text::beginning;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::{GgufTensor, Stored, Value, write};
@@ -39,24 +42,15 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     metadata.extend(tokens::describe(dir, model.config())?);
     let factors = rope_factors(model.config());
     let params = model.params();
-    let groups = groups(params, form);
-    let tensor_spec = |group: &Group<'_>| {
-        let Group { name, members } = group;
-        let (first, count) = (members[0], members.len() as i64);
-        let mut shape = first.tensor.size();
-        if form.stack_name(&first.name).is_some() {
-            shape.insert(0, count);
-        }
-        spec((&first.name, name), shape, model.config(), config.outtype)
-    };
-    let mut tensors: Vec<GgufTensor> = groups.iter().map(tensor_spec).collect::<Result<_>>()?;
+    let groups = groups(params.iter().map(|param| (param.name.as_str(), param.tensor.size())), form);
+    let mut tensors = specs(&groups, model.config(), config.outtype)?;
     tensors.extend(factors.as_ref().map(|factors| GgufTensor {
         name: ROPE_FACTORS.into(),
         shape: factors.size(),
         stored: Stored::F32,
     }));
     let mut read = |i: usize| match groups.get(i) {
-        Some(group) => group.read(model.config(), form),
+        Some(group) => group.read(params, model.config(), form.is_interleaved),
         None => Ok(factors.as_ref().expect("only they come after the parameters").shallow_clone()),
     };
     // An incomplete file is removed.
@@ -64,40 +58,74 @@ pub(super) fn export(config: &ConvertConfig, out: &Path) -> Result<usize> {
     Ok(tensors.len())
 }
 
-/// A tensor of the file, with the parameters that it holds: one, or a matrix of each expert.
+/// A tensor of the file, with the parameters that it holds.
 #[derive(Debug)]
 struct Group<'a> {
     name: Option<String>,
-    members: Vec<&'a Param>,
+    /// The name and the shape of the first parameter.
+    first: (&'a str, Vec<i64>),
+    /// The numbers of all parameters.
+    members: Vec<usize>,
+    holds: Holds,
 }
 
-/// The tensors of the file, in the order of their first parameters.
-fn groups<'a>(params: impl IntoIterator<Item = &'a Param>, form: &Form) -> Vec<Group<'a>> {
+/// The parameters that a tensor of the file holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    /// One.
+    One,
+    /// A matrix of each expert.
+    Stack,
+    /// One of the two parts of one.
+    Part(usize),
+}
+
+/// The tensors of the file for parameters of these names and shapes, in the order of their first parameters.
+fn groups<'a>(params: impl IntoIterator<Item = (&'a str, Vec<i64>)>, form: &Form) -> Vec<Group<'a>> {
     let mut groups: Vec<Group<'a>> = Vec::new();
     let mut stacks: HashMap<String, usize> = HashMap::new();
-    for param in params {
-        match form.stack_name(&param.name) {
-            Some(name) => match stacks.get(&name) {
-                Some(at) => groups[*at].members.push(param),
+    for (i, (param, shape)) in params.into_iter().enumerate() {
+        let group = |name, holds| Group { name, first: (param, shape.clone()), members: vec![i], holds };
+        if let Some(name) = form.stack_name(param) {
+            match stacks.get(&name) {
+                Some(at) => groups[*at].members.push(i),
                 None => {
                     stacks.insert(name.clone(), groups.len());
-                    groups.push(Group { name: Some(name), members: vec![param] });
+                    groups.push(group(Some(name), Holds::Stack));
                 }
-            },
-            None => groups.push(Group { name: form.gguf_name(&param.name), members: vec![param] }),
+            }
+        } else if let Some(parts) = form.parts_of(param) {
+            let parts = parts.into_iter().enumerate();
+            groups.extend(parts.map(|(at, name)| group(Some(name), Holds::Part(at))));
+        } else {
+            groups.push(group(form.gguf_name(param), Holds::One));
         }
     }
     groups
 }
 
 impl Group<'_> {
-    fn read(&self, config: &ModelConfig, form: &Form) -> Result<Tensor> {
-        let float = |param: &Param| tch::no_grad(|| param.tensor.detach().to_kind(Kind::Float));
-        if form.stack_name(&self.members[0].name).is_some() {
-            return Ok(Tensor::f_stack(&self.members.iter().map(|param| float(param)).collect::<Vec<_>>(), 0)?);
+    fn read(&self, params: &[Param], config: &ModelConfig, is_interleaved: bool) -> Result<Tensor> {
+        let float = |i: &usize| tch::no_grad(|| params[*i].tensor.detach().to_kind(Kind::Float));
+        let first = || float(&self.members[0]);
+        match self.holds {
+            Holds::Stack => Ok(Tensor::f_stack(&self.members.iter().map(float).collect::<Vec<_>>(), 0)?),
+            Holds::Part(at) => {
+                let [one, other] = divided(&first(), config)?;
+                Ok(if at == 0 { one } else { other })
+            }
+            Holds::One => reordered(self.first.0, first(), config, is_interleaved, To::File),
         }
-        let param = self.members[0];
-        reordered(&param.name, float(param), config, form.is_interleaved, To::File)
+    }
+
+    /// Its shape in the file.
+    fn shape(&self, config: &ModelConfig) -> Vec<i64> {
+        let (name, shape) = &self.first;
+        match self.holds {
+            Holds::Stack => [&[self.members.len() as i64], shape.as_slice()].concat(),
+            Holds::Part(at) => part_shapes(shape, config)[at].clone(),
+            Holds::One => file_shape(name, shape, config),
+        }
     }
 }
 
@@ -118,7 +146,7 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
     let rotated = |layer: usize| config.family.name != "smollm3" || !(layer + 1).is_multiple_of(4);
     let usual = config.layer_ropes.iter().enumerate().all(|(layer, rope)| rope.is_some() == rotated(layer));
     let (activation, expected) = match config.family.name {
-        "gemma2" | "gemma3_text" => (Activation::GeluTanh, "gelu_pytorch_tanh"),
+        "gemma2" | "gemma3_text" | "gemma4_text" => (Activation::GeluTanh, "gelu_pytorch_tanh"),
         _ => (Activation::Silu, "silu"),
     };
     if !usual || config.activation != activation {
@@ -131,7 +159,8 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
         return Err(Error::invalid(dir, "expected convolutions without biases, which llama.cpp's files lack"));
     }
     let has_windows = config.windows.iter().any(Option::is_some);
-    if has_windows && !["gemma2", "gemma3_text"].contains(&config.family.name) {
+    let may_have = ["gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3"].contains(&config.family.name);
+    if has_windows && !may_have {
         return Err(Error::invalid(
             dir,
             "expected attention without windows, which llama.cpp does not apply to this type",
@@ -151,17 +180,20 @@ fn describe(config: &ModelConfig, form: &Form, dir: &Path, outtype: GgufType) ->
     let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_str()?.to_string()));
     all.extend(name.map(|name| ("general.name".to_string(), Value::Text(name))));
     let rope = &config.ropes[0];
+    let head_dim = if architecture == "gemma4" { rope.dim } else { config.head_dim };
     let mut model_keys = vec![
         ("block_count", size(config.num_hidden_layers)),
         ("context_length", size(config.max_position_embeddings as i64)),
         ("embedding_length", size(config.hidden_size)),
-        ("feed_forward_length", size(config.intermediate_size)),
         ("attention.head_count", size(config.num_attention_heads)),
         ("attention.head_count_kv", key_heads(config)),
         ("attention.layer_norm_rms_epsilon", Value::Number(config.norm_eps)),
-        ("attention.key_length", size(config.head_dim)),
-        ("attention.value_length", size(config.head_dim)),
+        ("attention.key_length", size(head_dim)),
+        ("attention.value_length", size(head_dim)),
     ];
+    if architecture != "qwen35moe" {
+        model_keys.push(("feed_forward_length", extras::widths(config)));
+    }
     // llama.cpp's converter leaves out some keys of some families.
     if architecture != "gemma2" || rope.theta != 10_000.0 {
         model_keys.push(("rope.freq_base", Value::Number(rope.theta)));
@@ -170,18 +202,24 @@ fn describe(config: &ModelConfig, form: &Form, dir: &Path, outtype: GgufType) ->
         if architecture != "qwen3moe" {
             model_keys.push(("rope.dimension_count", size(rope.dim)));
         }
-        if !["qwen35", "qwen3moe"].contains(&architecture) {
+        if !["qwen35", "qwen35moe", "qwen3next", "qwen3moe"].contains(&architecture) {
             model_keys.push(("vocab_size", size(config.vocab_size)));
         }
     }
     match &rope.scaling {
         // Llama 3.1's factors are a tensor.
         RopeScaling::Default | RopeScaling::Llama3 { .. } => {}
+        // So are those of Gemma 4.
+        RopeScaling::Proportional { factor, .. } if *factor == 1.0 => {}
         RopeScaling::Linear { factor } => model_keys.extend([
             ("rope.scaling.type", Value::Text("linear".into())),
             ("rope.scaling.factor", Value::Number(*factor)),
         ]),
-        RopeScaling::Yarn { factor, original, .. } if architecture == "mistral3" || is_usual_yarn(&rope.scaling) => {
+        RopeScaling::Yarn { factor, original, .. }
+            if ["mistral3", "gpt-oss"].contains(&architecture)
+                || config.family.name == "olmo3"
+                || is_usual_yarn(&rope.scaling) =>
+        {
             model_keys.extend([
                 ("rope.scaling.type", Value::Text("yarn".into())),
                 ("rope.scaling.factor", Value::Number(*factor)),
@@ -214,11 +252,14 @@ fn describe(config: &ModelConfig, form: &Form, dir: &Path, outtype: GgufType) ->
     Ok(all)
 }
 
-/// The number of key heads. If some layers have convolutions, a number for each layer, 0 for these layers.
+/// The number of key heads. If some layers have convolutions, a number for each layer, 0 for these layers; and if layers differ.
 fn key_heads(config: &ModelConfig) -> Value {
     let heads = config.num_key_value_heads;
     match config.mixing {
         // Qwen3.5's layers without attention are stated by an interval.
+        None if config.layer_shapes.iter().any(|layer| layer.kv_heads != heads) => {
+            Value::Integers(config.layer_shapes.iter().map(|layer| layer.kv_heads).collect())
+        }
         None | Some(Mixing::GatedDelta(_)) => Value::Integer(heads),
         Some(Mixing::ShortConv { .. }) => {
             Value::Integers(config.mixes.iter().map(|mixes| if *mixes { 0 } else { heads }).collect())
@@ -231,56 +272,43 @@ fn is_usual_yarn(scaling: &RopeScaling) -> bool {
     let RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, attention_factor, .. } = scaling else {
         return false;
     };
-    let usual = if *factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+    let usual = usual_angle_factor(*factor);
     (*beta_fast, *beta_slow, *truncate) == (32.0, 1.0, true) && (attention_factor - usual).abs() < 1e-9
 }
 
-/// llama.cpp's name of a parameter, its shape, and the type that it is written in: vectors stay in f32.
-fn spec(
-    (param_name, name): (&str, &Option<String>),
-    mut shape: Vec<i64>,
-    config: &ModelConfig,
-    outtype: GgufType,
-) -> Result<GgufTensor> {
-    let is_convolution = is_convolution(param_name);
-    if is_convolution {
-        shape.remove(1);
-    }
-    let name =
-        name.clone().ok_or_else(|| Error::Run(format!("tensor `{param_name}`: llama.cpp has no name for it")))?;
-    let wanted = if outtype == GgufType::Q4KM { in_mix(&name, config) } else { outtype.stored() };
-    let is_router = name.contains(ROUTER_PART);
-    let stored = match shape.as_slice() {
-        [.., width] if shape.len() > 1 && !is_convolution && !is_router => wanted.of_rows(*width),
-        _ => Stored::F32,
-    };
-    Ok(GgufTensor { name, shape, stored })
+/// YaRN's usual factor of cosines and sines, for texts that are `factor` times as long.
+fn usual_angle_factor(factor: f64) -> f64 {
+    if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 }
 }
 
-/// The type of a matrix in a file of llama.cpp's mix `Q4_K_M`: six bits for the LM head, and in half of the layers for values and the
-/// outputs of the MLP; else four.
-fn in_mix(name: &str, config: &ModelConfig) -> Stored {
-    let is_head = name == "output.weight" || (config.tie_word_embeddings && name == "token_embd.weight");
-    let part = name.split('.').nth(2).unwrap_or_default();
-    let layer = name.split('.').nth(1).and_then(|layer| layer.parse::<usize>().ok());
-    // Values count among the layers with attention.
-    let counted = |i: &usize| part != "attn_v" || config.mixing_of(*i).is_none();
-    let gets_more = |layer: usize| {
-        let place = (0..layer).filter(counted).count();
-        let all = (0..config.num_hidden_layers as usize).filter(counted).count();
-        place < all / 8 || place >= 7 * all / 8 || (place - all / 8) % 3 == 2
+/// llama.cpp's names of the tensors of the file, their shapes, and the types that they are written in: all but matrices stay in f32.
+fn specs(groups: &[Group<'_>], config: &ModelConfig, outtype: GgufType) -> Result<Vec<GgufTensor>> {
+    let name = |group: &Group<'_>| {
+        let unknown = || Error::Run(format!("tensor `{}`: llama.cpp has no name for it", group.first.0));
+        group.name.clone().ok_or_else(unknown)
     };
-    // The queries, keys and values of the delta rule are one matrix.
-    if part == "attn_qkv" {
-        return Stored::Q6K;
-    }
-    let matters = ["attn_v", "ffn_down", "ffn_down_exps"].contains(&part) && layer.is_some_and(gets_more);
-    if is_head || matters { Stored::Q6K } else { Stored::Q4K }
+    let names = groups.iter().map(name).collect::<Result<Vec<_>>>()?;
+    let mix = Mix::of(&names, config);
+    let specs = groups.iter().zip(names).map(|(group, name)| {
+        let shape = group.shape(config);
+        let wanted = if outtype == GgufType::Q4KM { mix.stored(&name) } else { outtype.stored() };
+        let is_matrix = shape.len() > 1 && name.ends_with(".weight") && !name.contains(ROUTER_PART);
+        let stored = match shape.last() {
+            Some(width) if is_matrix && !is_convolution(group.first.0) => wanted.of_rows(*width),
+            _ => Stored::F32,
+        };
+        GgufTensor { name, shape, stored }
+    });
+    Ok(specs.collect())
 }
 
-/// The divisors of the rotary angles that Llama 3.1's scaling makes.
+/// The divisors of the rotary angles that Llama 3.1's scaling makes, or that make some of Gemma 4's angles 0.
 fn rope_factors(config: &ModelConfig) -> Option<Tensor> {
     let rope = &config.ropes[0];
+    if let RopeScaling::Proportional { angles, .. } = rope.scaling {
+        let divisor = |at: i64| if at < angles { 1.0f32 } else { 1e30 };
+        return Some(Tensor::from_slice(&(0..rope.dim / 2).map(divisor).collect::<Vec<_>>()));
+    }
     let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } = rope.scaling else { return None };
     let divisor = |at: i64| {
         let frequency = rope.theta.powf(-2.0 * at as f64 / rope.dim as f64);
@@ -289,54 +317,4 @@ fn rope_factors(config: &ModelConfig) -> Option<Tensor> {
         (1.0 / (fast + (1.0 - fast) / factor)) as f32
     };
     Some(Tensor::from_slice(&(0..rope.dim / 2).map(divisor).collect::<Vec<_>>()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rlhf_lm::model::ModelSizes;
-    use serde_json::{Value, json};
-
-    #[test]
-    fn files_of_q4_k_m_have_as_many_bytes_as_llama_cpp_reports_of_its_own() {
-        let common = |kind: &str, hidden: i64, layers: i64, vocab: i64| {
-            json!({
-                "model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab, "num_key_value_heads": 8,
-                "tie_word_embeddings": true, "rms_norm_eps": 1e-5,
-            })
-        };
-        let kinds: Vec<&str> =
-            (0..16).map(|i| if [2, 5, 8, 10, 12, 14].contains(&i) { "full_attention" } else { "conv" }).collect();
-        for (mut config, rest, bytes) in [
-            // Llama-3.2-1B, without the 128 bytes of the factors of its angles: 762.81 MiB with them.
-            (
-                common("llama", 2048, 16, 128_256),
-                json!({"intermediate_size": 8192, "num_attention_heads": 32}),
-                799_862_784,
-            ),
-            (
-                common("qwen3", 1024, 28, 151_936),
-                json!({"intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}),
-                390_753_280,
-            ),
-            // LFM2-1.2B: 694.76 MiB.
-            (
-                common("lfm2", 2048, 16, 65_536),
-                json!({"intermediate_size": 8192, "block_auto_adjust_ff_dim": false, "num_attention_heads": 32, "layer_types": kinds}),
-                728_509_440,
-            ),
-        ] {
-            let Value::Object(rest) = rest else { unreachable!("an object") };
-            config.as_object_mut().unwrap().extend(rest);
-            let path = Path::new("config.json");
-            let config = ModelConfig::from_json(path, config.as_object().unwrap().clone()).unwrap();
-            let tensors = ModelSizes::shapes_of_causal_lm(&config, path).unwrap();
-            let form = Form::of_model_type(config.family.name).unwrap();
-            let tensor_bytes = |(name, shape)| {
-                let name: String = name;
-                spec((&name, &form.gguf_name(&name)), shape, &config, GgufType::Q4KM).unwrap().bytes()
-            };
-            assert_eq!(tensors.into_iter().map(tensor_bytes).sum::<u64>(), bytes, "{}", config.family.name);
-        }
-    }
 }

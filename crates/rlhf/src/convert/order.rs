@@ -43,6 +43,74 @@ pub(super) fn is_rate(name: &str) -> bool {
     name.ends_with(".A_log")
 }
 
+/// Whether this is a stack of gpt-oss's matrices, `[experts, in, out]` in a folder and `[experts, out, in]` in a file.
+fn is_transposed(name: &str, config: &ModelConfig) -> bool {
+    config.family.name == "gpt_oss" && name.ends_with(".experts.down_proj")
+}
+
+/// The shape in a file of a tensor that has the shape `shape` in a model folder.
+pub(super) fn file_shape(name: &str, shape: &[i64], config: &ModelConfig) -> Vec<i64> {
+    let mut shape = shape.to_vec();
+    if is_convolution(name) {
+        shape.remove(1);
+    }
+    if is_transposed(name, config) {
+        shape.swap(1, 2);
+    }
+    shape
+}
+
+/// The shapes in a file of the two parts of a tensor that has the shape `shape` in a model folder.
+pub(super) fn part_shapes(shape: &[i64], config: &ModelConfig) -> [Vec<i64>; 2] {
+    match (config.mixing, shape) {
+        (Some(Mixing::GatedDelta(delta)), [_, hidden]) => {
+            let values = delta.value_heads * delta.value_dim;
+            [vec![2 * delta.key_heads * delta.key_dim + values, *hidden], vec![values, *hidden]]
+        }
+        (_, [experts, hidden, both]) => [(); 2].map(|()| vec![*experts, both / 2, *hidden]),
+        (_, [experts, both]) => [(); 2].map(|()| vec![*experts, both / 2]),
+        _ => [(); 2].map(|()| shape.to_vec()),
+    }
+}
+
+/// The rows of queries, keys, values and gates in a group of Qwen3-Next's product, and the number of groups.
+fn grouped_rows(config: &ModelConfig) -> Option<([i64; 4], i64)> {
+    let Some(Mixing::GatedDelta(delta)) = config.mixing else { return None };
+    let values = delta.value_heads / delta.key_heads * delta.value_dim;
+    Some(([delta.key_dim, delta.key_dim, values, values], delta.key_heads))
+}
+
+/// The two parts of a tensor of a model folder: Qwen3-Next's queries, keys and values, and its gates, each with the rows of all heads
+/// together; or gpt-oss's gates and up projections, which take turns in a folder.
+pub(super) fn divided(tensor: &Tensor, config: &ModelConfig) -> Result<[Tensor; 2]> {
+    if let Some((rows, groups)) = grouped_rows(config) {
+        let width = tensor.size()[1];
+        let parts = tensor.f_view([groups, -1, width])?.f_split_with_sizes(rows, 1)?;
+        let parts = parts.iter().map(|part| Ok(part.f_reshape([-1, width])?)).collect::<Result<Vec<_>>>()?;
+        return Ok([Tensor::f_cat(&parts[..3], 0)?, parts[3].shallow_clone()]);
+    }
+    let mut tensor = if tensor.dim() == 3 { tensor.f_transpose(1, 2)? } else { tensor.shallow_clone() };
+    let mut shape = tensor.size();
+    shape.splice(1..2, [shape[1] / 2, 2]);
+    tensor = tensor.f_reshape(shape.as_slice())?;
+    Ok([tensor.f_select(2, 0)?.f_contiguous()?, tensor.f_select(2, 1)?.f_contiguous()?])
+}
+
+/// The inverse of [`divided`].
+pub(super) fn joined(parts: [&Tensor; 2], config: &ModelConfig) -> Result<Tensor> {
+    if let Some((rows, groups)) = grouped_rows(config) {
+        let width = parts[0].size()[1];
+        let all = parts[0].f_split_with_sizes([rows[0] * groups, rows[1] * groups, rows[2] * groups], 0)?;
+        let all = all.iter().chain([parts[1]]);
+        let all = all.map(|part| Ok(part.f_view([groups, -1, width])?)).collect::<Result<Vec<_>>>()?;
+        return Ok(Tensor::f_cat(&all, 1)?.f_view([-1, width])?);
+    }
+    let mut shape = parts[0].size();
+    shape[1] *= 2;
+    let both = Tensor::f_stack(&parts, 2)?.f_view(shape.as_slice())?;
+    Ok(if shape.len() == 3 { both.f_transpose(1, 2)?.f_contiguous()? } else { both })
+}
+
 /// Whether the numbers of a tensor themselves change, not only their order.
 pub(super) fn changes_numbers(name: &str, config: &ModelConfig) -> bool {
     has_one_added(name, config) || is_rate(name)
@@ -51,6 +119,10 @@ pub(super) fn changes_numbers(name: &str, config: &ModelConfig) -> bool {
 /// The value heads of a tensor, if their order differs.
 fn value_heads(name: &str, config: &ModelConfig) -> Option<ValueHeads> {
     let Some(Mixing::GatedDelta(delta)) = config.mixing else { return None };
+    // Qwen3-Next's keep the order of the folder.
+    if config.family.name == "qwen3_next" {
+        return None;
+    }
     let part = name.split_once(".linear_attn.")?.1;
     let groups = [delta.key_heads, delta.value_heads / delta.key_heads];
     let heads = |dim: i64, start: i64, width: i64| Some(ValueHeads { dim, start, width, groups });
@@ -114,6 +186,9 @@ pub(super) fn reordered(
     }
     if let Some(heads) = value_heads(name, config).filter(|heads| heads.groups[1] > 1) {
         tensor = heads.reordered(&tensor, to)?;
+    }
+    if is_transposed(name, config) {
+        tensor = tensor.f_transpose(-2, -1)?.f_contiguous()?;
     }
     if is_convolution(name) {
         tensor = if to == To::File { tensor.f_squeeze_dim(1)? } else { tensor.f_unsqueeze(1)? };

@@ -28,6 +28,13 @@ const QWEN2: &str =
 /// The regular expression by which Qwen3.5 splits a text: marks are parts of words.
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// The regular expression by which gpt-oss splits a text: words end where a small letter is followed by a large one.
+const GPT4O: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+
 /// A tokenizer as its file describes it.
 #[derive(Debug)]
 pub(super) enum Vocabulary {
@@ -60,6 +67,7 @@ impl Vocabulary {
                 }
             },
             "llama" => pieces.sentencepiece(file)?,
+            "gemma4" => pieces.gemma4(file)?,
             other => {
                 let other = Meta::Text(other.into()).brief();
                 return Ok(Self::Unknown(format!("`tokenizer.ggml.model` = {other} is not supported")));
@@ -67,6 +75,17 @@ impl Vocabulary {
         };
         Ok(Self::Known { tokenizer, settings: pieces.settings(file)? })
     }
+}
+
+/// The merges that a file states.
+fn stored_merges(file: &Gguf) -> Result<Vec<[&str; 2]>> {
+    let merges = file.texts("tokenizer.ggml.merges")?;
+    let merges = merges.ok_or_else(|| file.error("expected the key `tokenizer.ggml.merges`, found none"))?;
+    let wrong = |merge: &str| {
+        let found = Meta::Text(merge.into()).brief();
+        file.error(format!("`tokenizer.ggml.merges`: expected two tokens with a space between, found {found}"))
+    };
+    merges.iter().map(|merge| merge.split_once(' ').map(|(a, b)| [a, b]).ok_or_else(|| wrong(merge))).collect()
 }
 
 /// The rules of a byte-level vocabulary before its merges.
@@ -83,7 +102,7 @@ pub(super) struct Split {
 
 impl Split {
     /// llama.cpp's names of the rules that are known.
-    pub(super) const NAMES: [&str; 5] = ["gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm"];
+    pub(super) const NAMES: [&str; 6] = ["gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm", "gpt-4o"];
 
     /// The rules that llama.cpp calls `name`.
     pub(super) fn of(name: &str) -> Option<Self> {
@@ -95,7 +114,10 @@ impl Split {
         let plain = |steps: Value| Self { normalizer: Value::Null, steps, ignore_merges: false, adds_bos: false };
         Some(match name {
             "gpt-2" => plain(bytes(true)),
-            "llama-bpe" | "llama3" | "llama-v3" => Self { ignore_merges: true, adds_bos: true, ..plain(split(LLAMA3)) },
+            "llama-bpe" | "llama3" | "llama-v3" | "lfm2" => {
+                Self { ignore_merges: true, adds_bos: true, ..plain(split(LLAMA3)) }
+            }
+            "gpt-4o" => Self { ignore_merges: true, ..plain(split(GPT4O)) },
             "qwen2" | "deepseek-r1-qwen" => Self { normalizer: json!({"type": "NFC"}), ..plain(split(QWEN2)) },
             "qwen35" => Self { normalizer: json!({"type": "NFC"}), ..plain(split(QWEN35)) },
             "smollm" | "refact" | "starcoder" => {
@@ -245,16 +267,7 @@ impl<'a> Pieces<'a> {
 
     /// A byte-level vocabulary, as GPT-2's.
     fn byte_level(&self, file: &Gguf, split: &Split) -> Result<Value> {
-        let merges = file.texts("tokenizer.ggml.merges")?;
-        let merges = merges.ok_or_else(|| file.error("expected the key `tokenizer.ggml.merges`, found none"))?;
-        let wrong = |merge: &str| {
-            let found = Meta::Text(merge.into()).brief();
-            file.error(format!("`tokenizer.ggml.merges`: expected two tokens with a space between, found {found}"))
-        };
-        let merges: Vec<[&str; 2]> = merges
-            .iter()
-            .map(|merge| merge.split_once(' ').map(|(a, b)| [a, b]).ok_or_else(|| wrong(merge)))
-            .collect::<Result<_>>()?;
+        let merges = stored_merges(file)?;
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true});
         let processor = match self.template(file, split.adds_bos)? {
             Some(template) => json!({"type": "Sequence", "processors": [bytes, template]}),
@@ -264,6 +277,20 @@ impl<'a> Pieces<'a> {
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": self.added(),
             "normalizer": split.normalizer, "pre_tokenizer": split.steps, "post_processor": processor, "decoder": bytes,
             "model": self.bpe(&merges, &json!({"ignore_merges": split.ignore_merges})),
+        }))
+    }
+
+    /// Gemma 4's vocabulary: as SentencePiece's, but with merges, and without a space before a text.
+    fn gemma4(&self, file: &Gguf) -> Result<Value> {
+        let decoders = json!([
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        ]);
+        let more = json!({"byte_fallback": true, "fuse_unk": true, "unk_token": self.special(file, "unknown")?});
+        Ok(json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": self.added(),
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, "pre_tokenizer": null,
+            "post_processor": self.template(file, true)?, "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": self.bpe(&stored_merges(file)?, &more),
         }))
     }
 

@@ -66,8 +66,8 @@ impl GgufType {
 /// Settings of `rlhf convert`.
 #[derive(Debug, Clone, PartialEq, Serialize, Settings)]
 pub struct ConvertConfig {
-    /// GGUF file of a Llama, Qwen2, Qwen3, SmolLM3, OLMo 2, Granite or LFM2 model, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K,
-    /// IQ4_NL or IQ4_XS; with output_file the folder of such a model.
+    /// GGUF file of one of the families in the guide to GGUF, or the first part of a split one; unquantized, or in Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL,
+    /// IQ4_XS or MXFP4; with output_file the folder of such a model.
     #[setting(positional, value_name = "FILE")]
     pub file: PathBuf,
     /// Folder for the model, new or empty.

@@ -1,12 +1,13 @@
 //! Settings of single families.
 
 use super::super::forms::{
-    BETA_FAST, BETA_SLOW, CONV_CACHE, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, GROWTH, INTERVAL, LOCAL_BASE,
-    LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT, SCORE_CAP, SECTIONS, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK,
-    SSM_STATE, WINDOW,
+    ANGLE_FACTOR, BETA_FAST, BETA_SLOW, CONV_CACHE, DENSE_LAYERS, EXPERT_COUNT, EXPERT_WIDTH, EXPERTS_USED, GATING,
+    GROWTH, INTERVAL, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT, SCORE_CAP, SECTIONS, SHARED_WIDTH,
+    SIGMOID, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
 };
 use super::Settings;
 use rlhf_base::Result;
+use rlhf_lm::gguf::Value as Meta;
 use serde_json::{Map, Value, json};
 
 /// Sizes that the settings of a family depend on.
@@ -24,6 +25,11 @@ pub(in crate::convert) fn score_width(architecture: &str, layers: i64, hidden: i
     if is_largest { hidden / heads } else { head_dim }
 }
 
+/// Rotary settings without scaling.
+fn plain(theta: f64) -> Value {
+    json!({"rope_type": "default", "rope_theta": theta})
+}
+
 impl Settings<'_> {
     /// LFM2's convolutions.
     pub(super) fn convolutions(&self, eps: f64, layer_types: Option<Value>) -> Result<Map<String, Value>> {
@@ -31,8 +37,10 @@ impl Settings<'_> {
             ("norm_eps".into(), json!(eps)),
             ("conv_L_cache".into(), json!(self.size(CONV_CACHE)?)),
             ("conv_bias".into(), json!(false)),
-            ("block_auto_adjust_ff_dim".into(), json!(false)),
         ]);
+        if self.form.model_type == "lfm2" {
+            all.insert("block_auto_adjust_ff_dim".into(), json!(false));
+        }
         all.extend(layer_types.map(|types| ("layer_types".to_string(), types)));
         Ok(all)
     }
@@ -62,29 +70,88 @@ impl Settings<'_> {
 
     /// Whether each layer has attention: the file says for each layer that it has none, or each so many layers have it.
     fn layers_with_attention(&self, layers: i64) -> Result<Vec<bool>> {
-        let key = self.key(RECURRENT);
-        if let Some(recurrent) = self.file.integers(&key)? {
-            // Later layers are in the list too.
-            if (recurrent.len() as i64) < layers || recurrent.iter().any(|n| ![0, 1].contains(n)) {
-                let message =
-                    format!("`{key}`: expected a truth value for each of {layers} layers, found {}", recurrent.len());
-                return Err(self.file.error(message));
-            }
-            return Ok(recurrent.iter().take(layers as usize).map(|n| *n == 0).collect());
+        // Later layers are in the list too.
+        if let Some(recurrent) = self.by_layer(RECURRENT, layers)? {
+            return Ok(recurrent.into_iter().map(|recurrent| !recurrent).collect());
         }
         let interval = if self.optional(INTERVAL)?.is_some() { self.size(INTERVAL)? } else { 4 };
         Ok((1..=layers).map(|number| number % interval == 0).collect())
     }
 
-    /// Qwen3's experts. llama.cpp divides their weights by their sum.
+    /// A truth value for each of the layers, if the key is set.
+    pub(super) fn by_layer(&self, name: &str, layers: i64) -> Result<Option<Vec<bool>>> {
+        let key = self.key(name);
+        let Some(mut all) = self.file.flags(&key)? else { return Ok(None) };
+        if (all.len() as i64) < layers {
+            let message = format!("`{key}`: expected a truth value for each of {layers} layers, found {}", all.len());
+            return Err(self.file.error(message));
+        }
+        all.truncate(layers as usize);
+        Ok(Some(all))
+    }
+
+    /// The experts of the families that have them. llama.cpp divides their weights by their sum.
     pub(super) fn experts(&self) -> Result<Map<String, Value>> {
+        let family = self.form.model_type;
+        let has_none = family == "gemma4_text" && self.optional(EXPERT_COUNT)?.unwrap_or(0) == 0;
+        if !self.form.has_experts() || has_none {
+            return Ok(Map::new());
+        }
+        let (count, chosen) = (json!(self.size(EXPERT_COUNT)?), json!(self.size(EXPERTS_USED)?));
+        let count_name = if ["mixtral", "gpt_oss"].contains(&family) { "num_local_experts" } else { "num_experts" };
+        let chosen_name = if family == "gemma4_text" { "top_k_experts" } else { "num_experts_per_tok" };
+        let mut all = Map::from_iter([(count_name.into(), count), (chosen_name.into(), chosen)]);
+        let mut set = |name: &str, value: Value| drop(all.insert(name.into(), value));
+        match family {
+            // Experts are as wide as the MLP that the file names.
+            "mixtral" => {}
+            "gpt_oss" => set("intermediate_size", json!(self.size(EXPERT_WIDTH)?)),
+            _ => set("moe_intermediate_size", json!(self.size(EXPERT_WIDTH)?)),
+        }
+        match family {
+            "gemma4_text" => set("enable_moe_block", json!(true)),
+            "qwen3_moe" | "qwen3_next" => {
+                set("norm_topk_prob", json!(true));
+                set("decoder_sparse_step", json!(1));
+                set("mlp_only_layers", json!([]));
+            }
+            "lfm2_moe" => {
+                let key = self.key(GATING);
+                if let Some(found) = self.file.integer(&key)?.filter(|found| *found != SIGMOID) {
+                    return Err(self.file.error(format!("`{key}`: expected {SIGMOID}, the sigmoid, found {found}")));
+                }
+                set("num_dense_layers", json!(self.optional(DENSE_LAYERS)?.unwrap_or(0)));
+                for (name, value) in [("norm_topk_prob", json!(true)), ("use_expert_bias", json!(true))] {
+                    set(name, value);
+                }
+                set("routed_scaling_factor", json!(1.0));
+            }
+            _ => {}
+        }
+        if self.form.keys.contains(&SHARED_WIDTH) {
+            set("shared_expert_intermediate_size", json!(self.size(SHARED_WIDTH)?));
+        }
+        Ok(all)
+    }
+
+    /// Windows of gpt-oss and OLMo 3: in all layers but each second or fourth, as llama.cpp has them.
+    pub(super) fn windows(&self, layers: i64) -> Result<Map<String, Value>> {
+        let period = if self.form.model_type == "gpt_oss" { 2 } else { 4 };
+        let usual: Vec<bool> = (1..=layers).map(|number| number % period != 0).collect();
+        let key = self.key(PATTERN);
+        let fits = match self.file.metadata().get(&key) {
+            None => true,
+            Some(Meta::Integer(found)) => *found == period,
+            Some(_) => self.by_layer(PATTERN, layers)?.is_some_and(|found| found == usual),
+        };
+        if !fits {
+            let message = format!("`{key}`: expected windows in all layers but each {period}, found others");
+            return Err(self.file.error(message));
+        }
+        let kind = |local: &bool| if *local { "sliding_attention" } else { "full_attention" };
         Ok(Map::from_iter([
-            ("num_experts".into(), json!(self.size(EXPERT_COUNT)?)),
-            ("num_experts_per_tok".into(), json!(self.size(EXPERTS_USED)?)),
-            ("moe_intermediate_size".into(), json!(self.size(EXPERT_WIDTH)?)),
-            ("norm_topk_prob".into(), json!(true)),
-            ("decoder_sparse_step".into(), json!(1)),
-            ("mlp_only_layers".into(), json!([])),
+            ("sliding_window".into(), json!(self.size(WINDOW)?)),
+            ("layer_types".into(), json!(usual.iter().map(kind).collect::<Vec<_>>())),
         ]))
     }
 
@@ -117,8 +184,15 @@ impl Settings<'_> {
     pub(super) fn ropes(&self, theta: f64, scaling: Option<Value>, head_dim: i64) -> Result<Map<String, Value>> {
         let mut all = Map::from_iter([("rope_theta".to_string(), json!(theta))]);
         match self.architecture {
-            "qwen35" => {
+            "qwen35" | "qwen35moe" | "qwen3next" => {
                 all = Map::from_iter([("rope_parameters".into(), self.sections(theta, scaling.as_ref(), head_dim)?)]);
+            }
+            "gpt-oss" => all = Map::from_iter([("rope_parameters".into(), self.whole_yarn(theta, scaling)?)]),
+            "olmo2" if self.form.model_type == "olmo3" => {
+                self.check_same_base(theta)?;
+                let full = if scaling.is_some() { self.whole_yarn(theta, scaling)? } else { plain(theta) };
+                let by_kind = json!({"full_attention": full, "sliding_attention": plain(theta)});
+                all = Map::from_iter([("rope_parameters".into(), by_kind)]);
             }
             "mistral3" => all = Map::from_iter([("rope_parameters".into(), self.growth(theta, scaling)?)]),
             architecture => {
@@ -153,6 +227,39 @@ impl Settings<'_> {
             all[name.as_str()] = value.clone();
         }
         Ok(all)
+    }
+
+    /// YaRN with all its settings, of gpt-oss and OLMo 3.
+    fn whole_yarn(&self, theta: f64, scaling: Option<Value>) -> Result<Value> {
+        let key = self.key("rope.scaling.type");
+        let Some(mut all) = scaling.filter(|scaling| scaling["rope_type"] == "yarn") else {
+            return Err(self.file.error(format!("`{key}`: expected yarn, found another type or none")));
+        };
+        let factor = self.required("rope.scaling.factor")?;
+        let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+        let key = self.key(ANGLE_FACTOR);
+        if let Some(found) = self.file.number(&key)?.filter(|found| (found - usual).abs() > 1e-4) {
+            return Err(self
+                .file
+                .error(format!("`{key}`: expected {usual:.4}, as llama.cpp computes it, found {found}")));
+        }
+        all["rope_theta"] = json!(theta);
+        all["beta_fast"] = json!(self.file.number(&self.key(BETA_FAST))?.unwrap_or(32.0));
+        all["beta_slow"] = json!(self.file.number(&self.key(BETA_SLOW))?.unwrap_or(1.0));
+        // Files cannot state it. All published gpt-oss models have false.
+        all["truncate"] = json!(self.form.model_type != "gpt_oss");
+        Ok(all)
+    }
+
+    /// Refuses another base of the angles in layers with windows, which llama.cpp does not use.
+    fn check_same_base(&self, theta: f64) -> Result<()> {
+        let key = self.key(LOCAL_BASE);
+        match self.file.number(&key)?.filter(|local| *local != theta) {
+            None => Ok(()),
+            Some(local) => {
+                Err(self.file.error(format!("`{key}`: expected {theta}, that of other layers, found {local}")))
+            }
+        }
     }
 
     /// Ministral 3's YaRN, and the growth of its queries.

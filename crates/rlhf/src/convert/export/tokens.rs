@@ -9,6 +9,10 @@ use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
 
+/// Gemma 4's special tokens that llama.cpp's converter lets a text contain, so that answers show them.
+const VISIBLE: [&str; 7] =
+    ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|\"|>"];
+
 /// Types of tokens that only the export distinguishes.
 const NORMAL: i64 = 1;
 const BYTE: i64 = 6;
@@ -34,7 +38,8 @@ pub(super) fn describe(dir: &Path, model: &ModelConfig) -> Result<Vec<(String, M
     let file = read_json(&path)?;
     let settings_path = dir.join("tokenizer_config.json");
     let settings = if settings_path.is_file() { read_json(&settings_path)? } else { Value::Object(Map::new()) };
-    let tokens = Tokens { path: &path, file: &file, settings: &settings };
+    let tokens =
+        Tokens { path: &path, file: &file, settings: &settings, is_gemma4: model.family.name == "gemma4_text" };
     let mut all = tokens.vocabulary(model.vocab_size)?;
     all.extend(tokens.special(model));
     let template = dir.join("chat_template.jinja");
@@ -50,6 +55,7 @@ struct Tokens<'a> {
     path: &'a Path,
     file: &'a Value,
     settings: &'a Value,
+    is_gemma4: bool,
 }
 
 type Entries = Vec<(&'static str, Meta)>;
@@ -109,13 +115,15 @@ impl Tokens<'_> {
         for (text, id, special) in self.added() {
             let kind = if Some(text) == unknown {
                 UNKNOWN
+            } else if self.is_gemma4 && VISIBLE.contains(&text) {
+                USER_DEFINED
             } else if special || looks_special(text) {
                 CONTROL
             } else {
                 USER_DEFINED
             };
-            // llama.cpp looks for them in the plain text.
-            let plain = if kind == USER_DEFINED { text.replace(SPACE, " ") } else { text.into() };
+            // llama.cpp looks for them in the plain text, but for Gemma 4's.
+            let plain = if kind == USER_DEFINED && !self.is_gemma4 { text.replace(SPACE, " ") } else { text.into() };
             set(&plain, id, kind)?;
         }
         Ok((texts, kinds))
@@ -145,12 +153,22 @@ impl Tokens<'_> {
                 })
             });
             let name = name.ok_or_else(|| {
-                self.error("`pre_tokenizer`: expected the rules of GPT-2, Llama 3, Qwen2, Qwen3.5 or SmolLM, which have names in llama.cpp")
+                self.error("`pre_tokenizer`: expected the rules of GPT-2, Llama 3, Qwen2, Qwen3.5, SmolLM or gpt-oss, which have names in llama.cpp")
             })?;
             all.extend(start("gpt2", name));
             all.push(("tokenizer.ggml.token_type", Meta::Integers(kinds)));
             let merges = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
             all.push(("tokenizer.ggml.merges", Meta::Texts(merges)));
+        } else if self.is_gemma4 {
+            // The scores mean nothing beside merges.
+            let scores = vec![-1000.0; texts.len()];
+            all.push(("tokenizer.ggml.model", Meta::Text("gemma4".into())));
+            all.push(("tokenizer.ggml.tokens", Meta::Texts(texts)));
+            all.push(("tokenizer.ggml.scores", Meta::Numbers(scores)));
+            all.push(("tokenizer.ggml.token_type", Meta::Integers(kinds)));
+            let merges = merges.iter().map(|[a, b]| format!("{a} {b}")).collect();
+            all.push(("tokenizer.ggml.merges", Meta::Texts(merges)));
+            all.push(("tokenizer.ggml.add_space_prefix", Meta::Bool(false)));
         } else {
             // The scores for which SentencePiece makes these merges in this order.
             let mut ranks: HashMap<String, usize> = HashMap::new();
