@@ -24,6 +24,7 @@ fn main() {
         .include(empty_gloo_headers())
         .file("csrc/shim.cpp")
         .file("csrc/ops.cpp")
+        .file("csrc/joint.cpp")
         .file("csrc/mixing.cpp")
         .file("csrc/groups.cpp")
         .file("csrc/offload.cpp")

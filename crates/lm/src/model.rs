@@ -17,6 +17,7 @@ mod delta;
 mod described;
 mod families;
 mod gates;
+mod joint;
 mod kv_cache;
 mod layer_inputs;
 mod layout;

@@ -8,6 +8,7 @@
 #include "gpu/gpu.h"
 #include "kernels.h"
 #include "ordered.h"
+#include "products.h"
 
 // Exported by libtorch, but not declared in a header.
 namespace at::native {
@@ -189,8 +190,7 @@ constexpr int64_t PIECE = 1 << 21;
 
 // grad += a b, in the dtype of `grad`. Where `grad` is f32 and the product bf16, it is rounded twice on a CPU: to bf16, which is the
 // result of oneDNN's product, and when it is added.
-void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
-  Tensor& grad = grad_of(leaf);
+void add_product_to(Tensor grad, const Tensor& a, const Tensor& b) {
   TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) &&
                   grad.sizes() == at::IntArrayRef({a.size(0), b.size(1)}) && a.device() == grad.device() &&
                   b.device() == grad.device(),
@@ -219,6 +219,9 @@ void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) {
     kernels().bf16.sum(count * width, sums, piece.const_data_ptr<c10::BFloat16>(), nullptr, sums);
   }
 }
+
+// The same for the gradient of a leaf.
+void add_product(const Tensor& leaf, const Tensor& a, const Tensor& b) { add_product_to(grad_of(leaf), a, b); }
 
 const float* floats_or_null(const Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
 
@@ -1055,6 +1058,15 @@ void check_logits(const Tensor& logits, const Tensor& targets) {
 }
 
 }  // namespace
+
+Tensor linear_product(const Tensor& x, const Tensor& matrix, const std::optional<Tensor>& bias) { return linear_of(x, matrix, bias); }
+
+Tensor matrix_product(const Tensor& a, const Tensor& b) { return product(a, b); }
+
+Tensor& gradient_of(const Tensor& leaf) { return grad_of(leaf); }
+
+void add_matrix_product(const Tensor& gradient, const Tensor& a, const Tensor& b) { add_product_to(gradient, a, b); }
+
 }  // namespace tch_ext
 
 using namespace tch_ext;

@@ -3,6 +3,7 @@
 mod gpu;
 mod graph;
 mod groups;
+mod joint;
 mod memory;
 mod mixing;
 mod offload;
@@ -16,6 +17,7 @@ pub use gpu::{
 };
 pub use graph::{Graph, graphs_error, has_graphs};
 pub use groups::{Group, Pending, Reduce, Rendezvous, Store};
+pub use joint::{Joined, adjacent, joint_linear};
 pub use memory::{
     FlatMemory, bump_version, clear_grad, moved, on_device, set_grad, storage_bytes, storage_id, to_host,
 };

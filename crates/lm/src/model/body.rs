@@ -23,6 +23,8 @@ use rlhf_base::weights::Checkpoint;
 use rlhf_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::OnceCell;
+use std::collections::HashSet;
+use std::ffi::c_void;
 use std::ops::Range;
 use std::path::PathBuf;
 use tch::{Device, Kind, Tensor};
@@ -202,7 +204,7 @@ impl Body {
         if self.shards().stage().is_some() || self.offloaded.get().is_some() {
             return;
         }
-        let kept = self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect();
+        let kept = self.shared_addresses();
         let linears = self.decoder.linears_mut().chain(head);
         let mut changed = linears.filter_map(|linear| linear.hold_as_computed(&kept).then_some(())).count();
         let stacks = self.decoder.stacks_mut();
@@ -211,6 +213,12 @@ impl Body {
             self.kind = self.decoder.compute;
             self.narrowed = true;
         }
+        self.decoder.lay_out(&kept);
+    }
+
+    /// The addresses of the parameters whose memory this model shares with another.
+    fn shared_addresses(&self) -> HashSet<*mut c_void> {
+        self.params.iter().take(self.shared).map(|param| param.tensor.data_ptr()).collect()
     }
 
     /// Converts every tensor to f32.
@@ -241,6 +249,7 @@ impl Body {
         }
         // `set_data` does not change the version by which copies are renewed.
         self.decoder.drop_copies();
+        self.decoder.lay_out(&self.shared_addresses());
     }
 
     /// The dtype in which a head is saved.

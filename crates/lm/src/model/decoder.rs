@@ -4,6 +4,7 @@ mod layer_heads;
 
 use super::batch::StopCheck;
 use super::gates::opened;
+use super::joint;
 use super::kv_cache::{CachedHeads, KvCache};
 use super::layer_inputs::{AllInputs, InputBranch, embedding_rows};
 use super::layout::{BiasBlock, Layout, Scores};
@@ -20,7 +21,8 @@ use super::state::StateShape;
 use super::{on_gpu, plain, uses_kernels};
 use rlhf_base::rng::Stream;
 use rlhf_base::{Error, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
 
@@ -194,6 +196,9 @@ impl Decoder {
         decoder.encoder = encoder.map(Box::new);
         let shards = decoder.shards.clone();
         decoder.set_shards(shards);
+        if b.makes_memory() {
+            decoder.lay_out(&HashSet::new());
+        }
         Ok(decoder)
     }
 
@@ -319,6 +324,15 @@ impl Decoder {
     /// The weights of stacked experts.
     pub(crate) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
         self.layers.iter_mut().flat_map(Layer::stacks_mut)
+    }
+
+    /// Lays the weights of layers that read the same input out one after another, where one product computes them; but for the tensors at
+    /// the addresses `kept`. Not once anything but handles of these tensors refers to their memory.
+    pub(crate) fn lay_out(&self, kept: &HashSet<*mut c_void>) {
+        for layer in self.stacks().flat_map(|stack| &stack.layers) {
+            joint::lay_out(&layer.qkv, kept);
+            layer.mlp.lay_out(kept);
+        }
     }
 
     /// Frees the copies of weights in the dtype of products, and of norms in f32.
@@ -853,13 +867,12 @@ impl Decoder {
         if let Some(mixer) = &layer.mixer {
             return mix(index, mixer, x, pass);
         }
-        let project = |linear: &Linear| linear.forward_dropping(x, pass.dropout);
         let (has_padding, shared) = match &pass.attention {
             Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
             Attention::Step(_) | Attention::Appended(_) => (false, None),
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
-        let mut projections: Vec<Tensor> = layer.qkv.iter().map(project).collect();
+        let mut projections = joint::results(&layer.qkv, x, pass.dropout);
         let gate = self.shape.attention_gate.then(|| {
             // The query of each head, then its gate.
             let parts = projections[0].unflatten(-1, [-1, 2, self.shape.head_dim]).unbind(-2);

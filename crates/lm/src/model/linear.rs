@@ -112,6 +112,22 @@ impl Weight {
         true
     }
 
+    /// Whether products in `kind` use a copy that stays: a low-precision model gets no permanent copy of higher precision.
+    pub(super) fn is_copied(&self, kind: Kind) -> bool {
+        self.tensor.kind().elt_size_in_bytes() > kind.elt_size_in_bytes()
+    }
+
+    /// Whether there is a copy now.
+    pub(super) fn has_copy(&self) -> bool {
+        self.copy.borrow().is_some()
+    }
+
+    /// Makes the copy in `memory`, a tensor of this shape in the dtype of products.
+    pub(super) fn copy_to(&self, mut memory: Tensor) {
+        tch::no_grad(|| memory.copy_(&self.tensor));
+        *self.copy.borrow_mut() = Some((self.tensor.internal_version(), memory));
+    }
+
     /// Frees the copy; the next use makes it again.
     pub(super) fn drop_copy(&self) {
         drop(self.copy.take());
@@ -129,8 +145,7 @@ impl Weight {
         if self.tensor.kind() == kind {
             return self.tensor.shallow_clone();
         }
-        // A low-precision model gets no permanent copy of higher precision.
-        if self.tensor.kind().elt_size_in_bytes() <= kind.elt_size_in_bytes() {
+        if !self.is_copied(kind) {
             return tch::no_grad(|| self.tensor.to_kind(kind));
         }
         let version = self.tensor.internal_version();
@@ -196,6 +211,19 @@ impl Linear {
     /// The weight of a head in the dtype that it is stored in.
     pub fn stored_weight(&self) -> &Tensor {
         &self.weight.plain().tensor
+    }
+
+    /// The dtype of products.
+    pub(super) fn compute(&self) -> Kind {
+        self.compute
+    }
+
+    /// Weight and bias of a layer whose result is the product with a weight `[out, in]` alone: neither codes nor an adapter.
+    pub(super) fn plain_product(&self) -> Option<(&Weight, Option<&Weight>)> {
+        match &self.weight {
+            Matrix::Plain(weight) if self.adapter.is_none() && !self.transposed => Some((weight, self.bias.as_ref())),
+            Matrix::Plain(_) | Matrix::Quantized(_) => None,
+        }
     }
 
     /// The format of a quantized weight.
@@ -536,6 +564,23 @@ mod tests {
         let weight = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
         let trained = Norm { kind: NormKind::RmsPlusOne, weight, bias: None, eps: 1e-6, factors: RefCell::new(None) };
         assert!(trained.factors().requires_grad());
+    }
+
+    #[test]
+    fn a_layer_with_codes_an_adapter_or_the_other_layout_is_no_plain_product() {
+        let weight = Tensor::arange(24, (Kind::Float, Device::Cpu)).view([6, 4]);
+        let layer = |weight: Matrix, transposed: bool| {
+            let name = String::new();
+            Linear { name, weight, bias: None, transposed, compute: Kind::Float, adapter: None }
+        };
+        let plain = |transposed| layer(Matrix::Plain(Weight::new(weight.copy())), transposed);
+        assert!(plain(false).plain_product().is_some());
+        assert!(plain(true).plain_product().is_none());
+        let codes = Matrix::Quantized(Quantized::new(&weight, Quantization::EightBit));
+        assert!(layer(codes, false).plain_product().is_none());
+        let mut adapted = plain(false);
+        adapted.set_adapter(Adapter::fresh(LayerSize { r: 2, scale: 1.5 }, [4, 6], Device::Cpu, 1, 0).unwrap());
+        assert!(adapted.plain_product().is_none());
     }
 
     #[test]

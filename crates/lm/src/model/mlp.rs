@@ -1,6 +1,7 @@
 //! The MLP of a layer: one for all tokens, or several experts; each token goes through a few of them.
 
 use super::gates::{gated, gated_halves};
+use super::joint;
 use super::linear::{Linear, LinearShape};
 use super::lora::Dropout;
 use super::params::{Builder, Init};
@@ -8,6 +9,8 @@ use super::routing::{Routes, mixed};
 use super::shape::{self, Activation, ExpertNames, MlpIn, Names, Scoring, Shape};
 use super::stacked::{Stack, StackedExperts};
 use rlhf_base::Result;
+use std::collections::HashSet;
+use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
 /// The MLP of a layer.
@@ -108,6 +111,18 @@ impl Mlp {
         }
     }
 
+    /// [`joint::lay_out`] of the input projections.
+    pub(super) fn lay_out(&self, kept: &HashSet<*mut c_void>) {
+        match self {
+            Self::Dense(dense) => joint::lay_out(&dense.inputs, kept),
+            Self::Experts(all) => {
+                let shared = all.shared.iter().map(|shared| &shared.0);
+                all.experts.iter().chain(shared).for_each(|dense| joint::lay_out(&dense.inputs, kept));
+            }
+            Self::Stacked(_) => {}
+        }
+    }
+
     /// The weights of stacked experts.
     pub(super) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
         let stacked = match self {
@@ -173,11 +188,12 @@ impl Dense {
     }
 
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Tensor {
-        let first = self.inputs[0].forward_dropping(x, dropout);
-        let inner = match self.inputs.get(1) {
-            Some(up) => gated(self.activation, &first, &up.forward_dropping(x, dropout)),
-            None if self.fused => gated_halves(self.activation, &first),
-            None => self.activation.apply(&first),
+        let first = || self.inputs[0].forward_dropping(x, dropout);
+        let inner = match (joint::product(&self.inputs, x), self.inputs.get(1)) {
+            (Some(both), _) => gated_halves(self.activation, &both),
+            (None, Some(up)) => gated(self.activation, &first(), &up.forward_dropping(x, dropout)),
+            (None, None) if self.fused => gated_halves(self.activation, &first()),
+            (None, None) => self.activation.apply(&first()),
         };
         self.out.forward_dropping(&inner, dropout)
     }

@@ -266,6 +266,11 @@ impl<'a> Builder<'a> {
         Quantized::from_parts(stored, widths, checkpoint.path_of(stored), &mut part)
     }
 
+    /// Whether tensors are in memory of their own, not in that of another model.
+    pub fn makes_memory(&self) -> bool {
+        matches!(self.source, Source::Checkpoint(_) | Source::Fresh(_))
+    }
+
     /// Sets whether the next weights are read as plain ones even if the checkpoint holds them quantized, as for heads.
     pub fn unpack(&mut self, unpacks: bool) {
         self.unpacks = unpacks;

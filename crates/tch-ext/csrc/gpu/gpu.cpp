@@ -151,7 +151,7 @@ namespace {
 
 // As rotary.cu has it.
 struct RotaryShape {
-  int64_t threads;
+  int64_t threads, token;
   int heads, entries, parts, head_dim, half, groups;
   float sign;
 };
@@ -163,11 +163,16 @@ bool rotates(const Tensor& x, at::ScalarType dtype) {
 }
 
 Tensor rotated(const Tensor& given, const Tensor& cosines, const Tensor& sines, int64_t parts, bool back, at::ScalarType dtype) {
-  const Tensor x = given.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
+  // Tokens may be apart: as columns of a product that has more than these heads.
+  const bool is_dense = given.stride(3) == 1 && (given.size(2) == 1 || given.stride(2) == given.size(3)) &&
+                        (given.size(1) == 1 || given.stride(1) == given.size(2) * given.size(3));
+  const Tensor x = is_dense ? given : given.contiguous(), cos = cosines.contiguous(), sin = sines.contiguous();
   const int half = static_cast<int>(cos.size(1)), head_dim = static_cast<int>(x.size(3));
   const Tensor out = at::empty(x.sizes(), options(x, dtype));
-  const bool packed = half % 4 == 0 && head_dim % 4 == 0 && is_aligned(x, 16) && is_aligned(cos, 16) && is_aligned(sin, 16);
+  const bool packed =
+      half % 4 == 0 && head_dim % 4 == 0 && x.stride(0) % 4 == 0 && is_aligned(x, 16) && is_aligned(cos, 16) && is_aligned(sin, 16);
   RotaryShape shape{};
+  shape.token = x.stride(0);
   shape.groups = (head_dim - half) / (packed ? 4 : 1);
   shape.threads = x.size(0) * x.size(1) * x.size(2) * shape.groups;
   shape.heads = static_cast<int>(x.size(1)), shape.entries = static_cast<int>(x.size(2)), shape.parts = static_cast<int>(parts);

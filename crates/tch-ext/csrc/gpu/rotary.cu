@@ -4,9 +4,10 @@
 
 constexpr int ROTARY_THREADS = 256;
 
-// Sizes of x; `groups` is the number of threads of an entry: head_dim less `half`, divided by N.
+// Sizes of x, of which a token lies `token` numbers after the one before it; `groups` is the number of threads of an entry: head_dim less
+// `half`, divided by N.
 struct RotaryShape {
-  int64 threads;
+  int64 threads, token;
   int heads, entries, parts, head_dim, half, groups;
   // 1, or -1 to rotate back.
   float sign;
@@ -47,9 +48,9 @@ DEVICE void rotate(const From* x, const float* cos, const float* sin, To* out, c
   for (int64 thread = blockIdx.x * static_cast<int64>(ROTARY_THREADS) + threadIdx.x; thread < s.threads;
        thread += static_cast<int64>(gridDim.x) * ROTARY_THREADS) {
     const int group = thread % s.groups * N;
-    const int64 row = thread / s.groups, angles = row / s.entries / s.heads * s.half;
-    rotate_part<From, To, N>(x + row * s.head_dim, out + row * s.head_dim, cos + angles, sin + angles, group, s.half,
-                             row % s.entries < s.parts, s.sign);
+    const int64 row = thread / s.groups, token = row / s.entries / s.heads, angles = token * s.half;
+    const From* from = x + token * s.token + (row - token * s.heads * s.entries) * s.head_dim;
+    rotate_part<From, To, N>(from, out + row * s.head_dim, cos + angles, sin + angles, group, s.half, row % s.entries < s.parts, s.sign);
   }
 }
 

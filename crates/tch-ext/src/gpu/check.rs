@@ -296,6 +296,18 @@ impl Check {
                 expect_close(&format!("{what}: gradient"), &x.grad(), &wide.grad(), [4.0 * relative, relative])
             })?;
         }
+        // Of heads that are columns of a wider product.
+        let (flat, cos, sin) = (input.view([tokens, -1]), self.placed(&cos), self.placed(&sin));
+        for gap in [3, 4] {
+            let product = self.placed(&Tensor::cat(&[&flat, &flat.narrow(1, 0, gap)], 1));
+            let columns = product.narrow(1, 0, flat.size()[1]).view([tokens, heads, entries, head_dim]);
+            let (found, expected) = self.kernels(|| {
+                let turned = |x: &Tensor| rotate(x, (&cos, &sin), parts, kind);
+                (turned(&columns), turned(&columns.contiguous()))
+            });
+            let what = format!("rotary positions of {head_dim} dimensions in {kind:?}, columns {gap} apart");
+            expect_close(&what, &found, &expected, self.same(kind))?;
+        }
         Ok(())
     }
 
