@@ -9,7 +9,8 @@
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
 it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
-In the end comes a table with the minutes of each step, then the closing lines of the test programs.
+Two parts run at a time, and the output of each comes when it ends. In the end comes a table with the minutes of each step, then the closing lines
+of the test programs.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
 """
@@ -20,7 +21,6 @@ import functools
 import hashlib
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -44,6 +44,9 @@ PYTHON = {
     "trackers": "wandb, mlflow and trackio (once, 1 GB)",
 }
 
+
+# Parts that run at the same time: a part keeps two cores busy for less than half of its time.
+LANES = 2
 
 # With more of them a turn is shorter, and a part is longer not run where its paths do not change.
 TURNS = 5
@@ -462,10 +465,10 @@ class Row(NamedTuple):
     busy: float = 0.0
 
 
-def busy_seconds():
-    """Seconds of all cores that the programs which have ended took."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def next_of(values, lock):
+    """The next of an iterator that several threads have; None at its end."""
+    with lock:
+        return next(values, None)
 
 
 class Run:
@@ -475,26 +478,60 @@ class Run:
         self.rows = []
         self.closing = []
         self.failed = False
+        self.lock = threading.Lock()
+        self.begin = time.monotonic()
 
-    def step(self, name, command):
-        """Runs a command with its output on ours; returns whether it passed."""
-        print(f"\n=== {name}: {command}", flush=True)
-        begin, busy_before = time.monotonic(), busy_seconds()
+    def step(self, name, command, at_once=True):
+        """Runs a command with its output on ours, as it comes or in the end; returns whether it passed."""
+        print(f"\n=== {name}: {command}" if at_once else f"\n--- {name} begins: {command}", flush=True)
+        begin, output, closing = time.monotonic(), [], []
         process = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, errors="replace")
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            if at_once:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            else:
+                output.append(line)
             if re.match(r"test result: |\d+ passed, \d+ failed", line):
-                self.closing.append((name, line.strip()))
-        passed = process.wait() == 0
-        seconds, busy, note = time.monotonic() - begin, busy_seconds() - busy_before, "" if passed else "FAILED"
-        if self.rows and self.rows[-1].name == name:
-            before = self.rows.pop()
-            seconds, busy, note = seconds + before.seconds, busy + before.busy, before.note or note
-        self.rows.append(Row(name, seconds, note, busy))
-        self.failed |= not passed
+                closing.append((name, line.strip()))
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        passed, seconds = process.returncode == 0, time.monotonic() - begin
+        note, busy = "" if passed else "FAILED", used.ru_utime + used.ru_stime
+        with self.lock:
+            if output:
+                sys.stdout.write(f"\n=== {name}: {command}\n{''.join(output)}")
+                sys.stdout.flush()
+            self.rows.append(Row(name, seconds, note, busy))
+            self.closing += closing
+            self.failed |= not passed
         return passed
+
+    def parts(self, parts):
+        """Runs parts, LANES at a time: most of a part's time is waiting."""
+        rest = iter(parts)
+
+        def lane():
+            while part := next_of(rest, self.lock):
+                for command in part.steps():
+                    self.step(part.name, command, at_once=LANES == 1)
+
+        lanes = [threading.Thread(target=lane) for _ in range(LANES)]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
+        self.join_rows()
+
+    def join_rows(self):
+        """One row for each step, though steps of several lanes ended in turns."""
+        joined = {}
+        for row in self.rows:
+            if before := joined.get(row.name):
+                row = Row(row.name, row.seconds + before.seconds, before.note or row.note, row.busy + before.busy)
+            joined[row.name] = row
+        self.rows = list(joined.values())
 
     def summary(self):
         width = max(len(row.name) for row in self.rows)
@@ -502,7 +539,7 @@ class Run:
         for name, seconds, note, busy in self.rows:
             minutes = f"{seconds / 60:7.1f} {busy / 60:7.1f}" if seconds is not None else f"{'-':>7} {'-':>7}"
             print(f"{minutes}  {name:{width}}  {note}".rstrip())
-        print(f"{sum(row.seconds or 0 for row in self.rows) / 60:7.1f} {sum(row.busy for row in self.rows) / 60:7.1f}  in all\n")
+        print(f"{(time.monotonic() - self.begin) / 60:7.1f} {sum(row.busy for row in self.rows) / 60:7.1f}  in all\n")
         for name, line in self.closing:
             print(f"{name}: {line}" if not line.startswith("test result") else line)
         sys.stdout.flush()
@@ -627,13 +664,14 @@ def main():
         seconds, failures = wait()
         if seconds > 1:
             run.rows.append(Row("Python environments", seconds, "beyond the build"))
+        ready = []
         for part, _ in parts:
             if missing := [name for name in part.python if name in failures]:
                 run.rows.append(Row(part.name, None, f"FAILED: no Python environment {missing[0]}"))
                 run.failed = True
-                continue
-            for command in part.steps():
-                run.step(part.name, command)
+            else:
+                ready.append(part)
+        run.parts(ready)
     for part, why in skipped:
         run.rows.append(Row(part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
     run.summary()
