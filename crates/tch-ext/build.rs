@@ -30,6 +30,7 @@ fn main() {
         .file("csrc/offload.cpp")
         .file("csrc/optim.cpp")
         .file("csrc/ordered.cpp")
+        .file("csrc/shared.cpp")
         .file("csrc/gpu/gpu.cpp")
         .file("csrc/gpu/emulate.cpp")
         .compile("tch_ext");

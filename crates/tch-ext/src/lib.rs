@@ -9,6 +9,7 @@ mod mixing;
 mod offload;
 mod ops;
 mod optim;
+mod shared;
 
 pub use gpu::{
     CachePlaces, CachedRows, GatedActivation, GpuKernel, ThreadOrder, attention_of_step, check_gpu_kernels,
@@ -27,11 +28,12 @@ pub use mixing::{
 pub use offload::MappedFile;
 pub use ops::{
     Attention, Cache, LogitsStats, LowRank, NestedScales, Norm, Quantized, adapted_linear, add_product_to_grad,
-    attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_kernels, linear,
-    logits_gradient, logits_sample, logits_stats, multiplies_quantized, norm, product_into, quantized_linear, residual,
-    rotate, select_rows, token_multiple,
+    attention, attention_step, backward, dequantize, embedding, flash_attention_varlen, has_flash_attention,
+    has_kernels, linear, logits_gradient, logits_sample, logits_stats, multiplies_quantized, norm, product_into,
+    quantized_linear, residual, rotate, select_rows, token_multiple,
 };
 pub use optim::{AdamW, BlockedMoment, adamw_blocked, adamw_rounded, fused_adamw};
+pub use shared::{PrefixTree, shared_attention};
 
 /// Name of the library that `make cuda` builds next to libtorch's: NCCL's groups and CUDA's graphs.
 pub const CUDA_LIBRARY: &str = "libtch_ext_cuda.so";

@@ -340,6 +340,22 @@ pub fn flash_attention_varlen(
     new_tensor(|out| unsafe { tch_ext_flash_attention_varlen(out, &attention.raw(), q, k, v, starts, width) })
 }
 
+/// libtorch's numbers of its attention implementations.
+const CHOICE_FLASH: i64 = 1;
+const CHOICE_CUDNN: i64 = 3;
+
+/// Whether the GPU of `q`, `[N, heads, head_dim]`, has libtorch's flash attention for such heads.
+pub fn has_flash_attention(q: &Tensor, scale: f64) -> bool {
+    if !q.device().is_cuda() {
+        return false;
+    }
+    // libtorch has no query for the GPU's support. If it would choose flash attention for one sequence, or cuDNN's, which newer
+    // GPUs prefer, flash attention is supported.
+    let q = q.unsqueeze(0).transpose(1, 2);
+    let choice = Tensor::internal_fused_sdp_choice(&q, &q, &q, None::<&Tensor>, 0.0, true, Some(scale), false);
+    [CHOICE_FLASH, CHOICE_CUDNN].contains(&choice)
+}
+
 /// A linear layer from `[N, in]` to `[N, out]`, computed in the dtype of `used`. Differentiable in `x` and in the leaves.
 ///
 /// `weight` is the leaf, and `used` the same values in the compute dtype; `bias` is such a pair too. Weights are `[out, in]`, or

@@ -25,6 +25,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
+use tch_ext::PrefixTree;
 
 #[derive(Debug)]
 struct Layer {
@@ -107,6 +108,8 @@ pub(crate) struct BackwardOptions<'a> {
 /// State shared by all layers of one forward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
+    /// The computed tokens of whole sequences, if all attention is computed over their tree; positions and projections are then theirs.
+    tree: Option<&'a PrefixTree>,
     /// Cosines and sines of each of the model's rotary positions.
     rotations: Vec<(Tensor, Tensor)>,
     /// Factors of the queries by position, `[N, 1]` f32, if one is not 1.
@@ -397,7 +400,7 @@ impl Decoder {
         };
         let mut x = self.embed(&layout.tokens, &layout.positions, dropout);
         let inputs = self.inputs(&layout.tokens, &x, dropout);
-        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, cache), dropout);
+        let mut pass = self.pass_over(layout, cache, dropout);
         pass.inputs = inputs;
         // The bias of long rows is computed in blocks if no gradient needs it.
         let in_blocks = |table: &Tensor| layout.is_long() && !table.get(0).requires_grad();
@@ -542,7 +545,7 @@ impl Decoder {
         let (recomputes, dropout) = (self.recomputes(options), options.dropout);
         let state = || dropout.map(Dropout::state);
         let bias = self.bias(layout, 0, layout.width);
-        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
+        let mut pass = self.pass_over(layout, None, dropout);
         pass.bias = bias.as_ref().map(|bias| bias.detach().set_requires_grad(bias.requires_grad()));
         pass.memory = memory;
         let mut layers = Vec::with_capacity(self.layers.len());
@@ -581,7 +584,7 @@ impl Decoder {
         let restore = |state| dropout.into_iter().zip(state).for_each(|(dropout, state)| dropout.set_state(state));
         let StoredLayers { mut layers, first_state, top, bias, inputs, keys, memory } = stored;
         let (bias, leaf) = bias.unzip();
-        let mut pass = self.pass(layout.attention_positions(), Attention::Sequences(layout, None), dropout);
+        let mut pass = self.pass_over(layout, None, dropout);
         (pass.bias, pass.memory, pass.keys) = (leaf, memory, keys);
         pass.inputs = inputs.as_ref().map(|(_, leaf)| leaf.shallow_clone());
         let mut gradient = top.grad();
@@ -638,12 +641,36 @@ impl Decoder {
         Ok(cache)
     }
 
+    /// The state of a pass over whole sequences.
+    fn pass_over<'a>(
+        &self,
+        layout: &'a Layout,
+        cache: Option<&'a mut KvCache>,
+        dropout: Option<&'a Dropout>,
+    ) -> Pass<'a> {
+        // A cache stores the keys and values of all tokens.
+        let tree = if cache.is_none() { self.tree(layout) } else { None };
+        let positions = if tree.is_some() { &layout.positions } else { layout.attention_positions() };
+        Pass { tree, ..self.pass(positions, Attention::Sequences(layout, cache), dropout) }
+    }
+
+    /// The tree of a layout's computed tokens, if all attention of a pass is computed over it.
+    fn tree<'a>(&self, layout: &'a Layout) -> Option<&'a PrefixTree> {
+        let c = &self.shape;
+        let has_equal_heads = c.layer_shapes.is_empty() && self.encoder.is_none();
+        if !has_equal_heads || !self.has_plain_scores() || c.has_length_dependent_rope() {
+            return None;
+        }
+        let attending = self.layers.iter().filter(|layer| layer.mixer.is_none());
+        layout.tree(attending.map(|layer| &layer.scores), self.compute, c.head_dim)
+    }
+
     fn pass<'a>(&self, positions: &Tensor, attention: Attention<'a>, dropout: Option<&'a Dropout>) -> Pass<'a> {
         let rotations = self.rotations(positions, &attention);
         let query_factors = self.query_factors(positions, &attention);
         let (bias, inputs, keys, memory) = (None, None, HashMap::new(), None);
-        let (joins_layers, normed) = (false, None);
-        Pass { attention, rotations, query_factors, bias, inputs, keys, memory, dropout, joins_layers, normed }
+        let (tree, joins_layers, normed) = (None, false, None);
+        Pass { attention, tree, rotations, query_factors, bias, inputs, keys, memory, dropout, joins_layers, normed }
     }
 
     /// The inputs of each layer in addition to its hidden states, for `tokens` with the embeddings `x`.
@@ -868,7 +895,9 @@ impl Decoder {
             return mix(index, mixer, x, pass);
         }
         let (has_padding, shared) = match &pass.attention {
-            Attention::Sequences(layout, _) => (layout.has_padding(), layout.shared.as_ref()),
+            Attention::Sequences(layout, _) => {
+                (layout.has_padding(), layout.shared.as_ref().filter(|_| pass.tree.is_none()))
+            }
             Attention::Step(_) | Attention::Appended(_) => (false, None),
         };
         let in_all = |x: Tensor| shared.map_or_else(|| x.shallow_clone(), |shared| shared.expand(&x));
@@ -890,13 +919,20 @@ impl Decoder {
         let is_appended = matches!(pass.attention, Attention::Appended(_));
         let attended = if !self.shape.layer_shapes.is_empty() {
             self.attend_by_layer(index, layer, &projections, pass)
-        } else if uses_kernels(self.compute, x.device()) && !has_padding && has_kernel && !is_appended {
+        } else if uses_kernels(self.compute, x.device())
+            && !has_padding
+            && has_kernel
+            && !is_appended
+            && pass.tree.is_none()
+        {
             self.attend_by_kernels(index, layer, projections, pass)
         } else {
             self.attend_plainly(index, layer, &projections, pass)
         };
         let attended = match &pass.attention {
-            Attention::Sequences(Layout { shared: Some(shared), .. }, _) => shared.collapse(&attended),
+            Attention::Sequences(Layout { shared: Some(shared), .. }, _) if pass.tree.is_none() => {
+                shared.collapse(&attended)
+            }
             Attention::Sequences(..) | Attention::Step(_) | Attention::Appended(_) => attended,
         };
         gate.map_or_else(|| attended.shallow_clone(), |gate| opened(&attended, &gate))
@@ -982,6 +1018,9 @@ impl Decoder {
             Attention::Sequences(layout, cache) => {
                 if let Some(cache) = cache {
                     cache.store_sequences(index, &k, &v);
+                }
+                if let Some(tree) = pass.tree {
+                    return tch_ext::shared_attention([&q, &k, &v], layer.scores.scale, tree).flatten(1, 2);
                 }
                 let layer_scores =
                     |all: &RelativePositions| all.for_layer(layout.width, [&layer.qkv[0], &layer.qkv[1]]);

@@ -717,6 +717,8 @@ impl ModelSizes {
             Some(plain) => plain.stored_bytes(c, tokens.rows, kind) + m * queries * kind,
             None => m * ((2.0 * queries + 2.0 * keys) * kind + heads * 4.0),
         };
+        // Attention over a tree of tokens (`Layout::tree`), which is not the default, stores less: queries, keys and values of computed
+        // tokens.
         if tokens.attended > tokens.computed {
             attention += n * queries * kind;
         }

@@ -4,7 +4,7 @@ use super::plain;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 use tch::{Device, Kind, Tensor};
-use tch_ext::{PackedRows, on_device};
+use tch_ext::{PackedRows, PrefixTree, on_device};
 
 /// `rows` rounded up by at most an eighth: every new shape of a product costs oneDNN milliseconds and memory, so there
 /// should be few shapes.
@@ -26,6 +26,8 @@ const BLOCK_SCORES: i64 = 1 << 23;
 thread_local! {
     /// Number of queries of a block for rows of any length.
     static BLOCK: std::cell::Cell<Option<i64>> = const { std::cell::Cell::new(None) };
+    /// Number of passes over trees of tokens, if the processor computes attention over them too.
+    static TREES: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
 }
 
 /// Number of queries of a block, for rows of `width` tokens with `scores` scores of one query in all; `None` if there is one block.
@@ -139,23 +141,12 @@ impl RelativeScores {
     }
 }
 
-/// libtorch's numbers of its attention implementations.
-const CHOICE_FLASH: i64 = 1;
-const CHOICE_CUDNN: i64 = 3;
-
 /// Whether libtorch's flash attention over packed sequences supports heads like `q`, [N, heads, head_dim], of sequences of at
 /// most `width` tokens.
 fn flash_takes(scores: &Scores, q: &Tensor, width: i64) -> bool {
     let head_dim = q.size()[2];
     let known = matches!(q.device(), Device::Cuda(_)) && flash_takes_shape(scores, q.kind(), head_dim, width);
-    if !known {
-        return false;
-    }
-    // libtorch has no query for the GPU's support. If it would choose flash attention for one sequence, or cuDNN's, which newer
-    // GPUs prefer, flash attention is supported.
-    let q = q.unsqueeze(0).transpose(1, 2);
-    let choice = Tensor::internal_fused_sdp_choice(&q, &q, &q, None::<&Tensor>, 0.0, true, Some(scores.scale), false);
-    [CHOICE_FLASH, CHOICE_CUDNN].contains(&choice)
+    known && tch_ext::has_flash_attention(q, scores.scale)
 }
 
 fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> bool {
@@ -167,6 +158,19 @@ fn flash_takes_shape(scores: &Scores, kind: Kind, head_dim: i64, width: i64) -> 
         && head_dim % 8 == 0
         && head_dim <= 256
         && width > 1
+}
+
+/// Whether attention of this dtype is computed over trees of tokens on `device`, with heads of `head_dim` and sequences of at most
+/// `width` tokens.
+fn takes_trees(scores: &Scores, (kind, device): (Kind, Device), head_dim: i64, width: i64) -> bool {
+    #[cfg(test)]
+    if let Some(passes) = TREES.get() {
+        TREES.set(Some(passes + 1));
+        return true;
+    }
+    // Not by default: it has not run on a GPU. Where kernels are asked for, it was compared with libtorch's operations before.
+    let is_asked_for = !plain() && device.is_cuda() && tch_ext::has_gpu_kernels(kind, device);
+    is_asked_for && flash_takes(scores, &Tensor::empty([2, 2, head_dim], (kind, device)), width)
 }
 
 /// The additive mask of `visible` (bool): 0 or -inf, of `kind`. From bools libtorch would compute it again in every layer.
@@ -229,7 +233,8 @@ impl Source {
 }
 
 /// Tokens at the beginning of several sequences, which are computed once. `tokens` and `positions` of the [`Layout`] have them once; attention,
-/// whose results for them are the same in all sequences, has them once per sequence, so that its tokens are the N tokens of all sequences.
+/// whose results for them are the same in all sequences, has them once per sequence, so that its tokens are the N tokens of all sequences,
+/// unless it is computed over their tree ([`Layout::tree`]).
 pub struct SharedPrefixes {
     /// Index, among the computed tokens, of each of the N tokens.
     indices: Vec<i64>,
@@ -242,6 +247,8 @@ pub struct SharedPrefixes {
     /// The computed tokens as parts of sequences, where a part may continue another: offsets of the parts and the end of the last; and for each
     /// part the one that it continues, or -1.
     parts: (Vec<i64>, Vec<i64>),
+    /// The parts as a tree, padding included; computed on first use.
+    tree: OnceCell<PrefixTree>,
 }
 
 /// The parts of `tokens` computed tokens. For each sequence that has tokens of its own, `branches` has the index of the first of them, and the
@@ -305,6 +312,7 @@ impl Layout {
             positions: layout.positions.shallow_clone(),
             indices,
             parts: shared_parts(&branches, tokens.len() as i64),
+            tree: OnceCell::new(),
         };
         let (tokens, positions) = (on_device(&tokens, device), on_device(&positions, device));
         Self { tokens, positions, shared: Some(shared), ..layout }
@@ -318,7 +326,24 @@ impl Layout {
         }
     }
 
-    /// Position of each token of attention, `[N]` i64.
+    /// The computed tokens as a tree, if attention by these `scores`, those of all layers, is computed over it in a pass: then no token
+    /// is there twice, and the tokens of attention are the computed ones. Else it is computed in whole sequences, of
+    /// [`SharedPrefixes::expand`].
+    pub fn tree<'s>(&self, scores: impl Iterator<Item = &'s Scores>, kind: Kind, head_dim: i64) -> Option<&PrefixTree> {
+        let shared = self.shared.as_ref().filter(|_| !self.has_padding())?;
+        let scores: Vec<&Scores> = scores.collect();
+        // The calls over a tree know no distances, nor scores that are more than products.
+        let is_whole = |scores: &&Scores| {
+            let sees_all = scores.window.is_none_or(|window| window >= self.width);
+            scores.causal && sees_all && scores.softcap.is_none() && scores.sinks.is_none()
+        };
+        let device = self.tokens.device();
+        let takes = scores.iter().all(is_whole) && takes_trees(scores.first()?, (kind, device), head_dim, self.width);
+        let tree = || PrefixTree::new(self.computed_rows(), self.tokens.size()[0], device);
+        takes.then(|| shared.tree.get_or_init(tree))
+    }
+
+    /// Position of each token of attention in whole sequences, `[N]` i64.
     pub fn attention_positions(&self) -> &Tensor {
         self.shared.as_ref().map_or(&self.positions, |shared| &shared.positions)
     }
@@ -419,7 +444,11 @@ impl Layout {
             return self;
         }
         let padded = |x: &Tensor| x.constant_pad_nd([0, pad]);
-        let shared = self.shared.map(|shared| SharedPrefixes { collapse: padded(&shared.collapse), ..shared });
+        let shared = self.shared.map(|shared| SharedPrefixes {
+            collapse: padded(&shared.collapse),
+            tree: OnceCell::new(),
+            ..shared
+        });
         Self { tokens: padded(&self.tokens), positions: padded(&self.positions), shared, ..self }
     }
 
@@ -681,6 +710,63 @@ mod tests {
         }
         assert_eq!([4096, 4097].map(|width| block_queries(width, 8 * width)), [None, Some(255)]);
         assert_eq!(block_queries(1 << 20, 1 << 26), Some(16));
+    }
+
+    #[test]
+    fn attention_over_a_tree_of_tokens_has_the_numbers_and_gradients_of_whole_sequences() {
+        use crate::model::{Batch, CausalLm, ModelOptions, Param, TokenLogprobs};
+        use std::ops::Range;
+        let dir =
+            |name: &str| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name);
+        let begun = |from: i64, len: i64, rest: &[i64]| (from..from + len).chain(rest.iter().copied()).collect();
+        // A row without tokens of its own, one that leaves the prompt before its end, and two prompts.
+        let rows: [Vec<i64>; 7] = [
+            begun(5, 9, &[40, 41, 42]),
+            begun(5, 9, &[40, 41, 42]),
+            begun(5, 9, &[50]),
+            begun(5, 9, &[40, 61, 62, 63, 64]),
+            begun(5, 4, &[65, 66, 67]),
+            begun(30, 2, &[70, 71]),
+            begun(30, 2, &[80, 81, 82]),
+        ];
+        let (spans, shared) = ([9..12, 9..12, 9..10, 9..14, 5..7, 2..4, 2..5], [0, 12, 9, 9, 4, 0, 2]);
+        let run = |model: &CausalLm, passes: Option<usize>| {
+            model.params().iter().for_each(|param| param.tensor.shallow_clone().zero_grad());
+            TREES.set(passes);
+            let weights = Tensor::arange(19, (Kind::Float, Device::Cpu)) - 7.0;
+            let loss = |slice: Range<i64>, now: &TokenLogprobs| {
+                (&now.logprobs * weights.narrow(0, slice.start, slice.end - slice.start)).sum(Kind::Float)
+            };
+            let batch = Batch::new(&rows, &spans).sharing(passes.map(|_| &shared[..]));
+            let now = model.logprobs_backward(batch, 0.7, loss).unwrap().logprobs.detach();
+            let again = model.logprobs_of(batch, 0.7, false).unwrap().logprobs.detach();
+            let grad = |param: &Param| {
+                let grad = param.tensor.grad();
+                if grad.defined() { grad.copy() } else { param.tensor.detach().zeros_like() }
+            };
+            let all = [now, again].into_iter().chain(model.params().iter().map(grad));
+            (all.collect::<Vec<_>>(), TREES.replace(None))
+        };
+        let check = |name: &str, takes: bool| {
+            let mut model = CausalLm::from_pretrained(&dir(name), ModelOptions::default()).unwrap();
+            model.set_trainable(true);
+            for checkpointing in [false, true] {
+                model.set_gradient_checkpointing(checkpointing);
+                let ((expected, _), (found, passes)) = (run(&model, None), run(&model, Some(0)));
+                assert_eq!(passes.is_some_and(|passes| passes > 0), takes, "{name}");
+                for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let gap = (found - expected).abs().max().double_value(&[]);
+                    let size = expected.abs().max().double_value(&[]).max(1.0);
+                    assert!(gap <= 2e-5 * size, "{name}, checkpointing {checkpointing}, tensor {i}: {gap:e} of {size}");
+                }
+            }
+        };
+        for name in ["gpt_neox", "gpt2", "opt", "llama_untied", "llama_yarn", "qwen2", "qwen3", "qwen3_5", "olmo2"] {
+            check(name, true);
+        }
+        // Windows that are shorter than the rows; a soft cap.
+        check("mistral", false);
+        check("gemma2", false);
     }
 
     #[test]

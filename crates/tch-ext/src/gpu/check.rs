@@ -4,9 +4,11 @@ use super::{
     CachePlaces, CachedRows, GatedActivation, ThreadOrder, attention_of_step, emulate, gated, gated_halves,
     limit_blocks, logits_sample_on_device, rotate_cached, sum_norm,
 };
+use crate::shared::attention_along_paths;
 use crate::{
-    AdamW, BlockedMoment, NestedScales, Norm, Quantized, adamw_blocked, adamw_rounded, dequantize, logits_gradient,
-    logits_stats, multiplies_quantized, norm, quantized_linear, residual, rotate,
+    AdamW, BlockedMoment, NestedScales, Norm, PackedRows, PrefixTree, Quantized, adamw_blocked, adamw_rounded,
+    dequantize, has_flash_attention, logits_gradient, logits_stats, multiplies_quantized, norm, quantized_linear,
+    residual, rotate, shared_attention,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -30,6 +32,8 @@ pub fn check_gpu_kernels(device: Device) -> Result<(), String> {
     let check = Check { device, order: ThreadOrder::UpAndDown, is_apart: false, most_blocks: 0 };
     check.small(&[Kind::Float, Kind::BFloat16])?;
     Check { is_apart: true, most_blocks: 2, ..check }.small(&[Kind::BFloat16])?;
+    check.prefixes([4, 2, 64])?;
+    check.prefixes([2, 2, 16])?;
     check.large()
 }
 
@@ -266,6 +270,40 @@ impl Check {
         let found = self.kernels(|| attention_of_step(&q, cached, window, scale));
         let what = format!("attention of a step in {kind:?}, {heads} heads of {head_dim}, window {window:?}");
         expect_close(&what, &found, &expected, tolerance(kind))
+    }
+
+    /// Attention of beginnings that sequences share, which is libtorch's flash attention on a GPU that has it, with sequences without
+    /// keys and without queries.
+    fn prefixes(self, [heads, kv_heads, head_dim]: [i64; 3]) -> Checked {
+        let (kind, scale) = (Kind::BFloat16, 0.1);
+        // 130 tokens that 7, then 1, and 162 continue, and 10 that 20 and 1 continue; two tokens of padding.
+        let (starts, parents) = ([0i64, 130, 137, 138, 300, 310, 330, 331, 333], [-1i64, 0, 1, 0, -1, 4, 4, -1]);
+        let packed = PackedRows { starts: &starts, parents: Some(&parents) };
+        let numbers = |heads: i64, frequency: f64| (waves(&[333, heads, head_dim], frequency) * 2.0).to_kind(kind);
+        let (inputs, slopes) =
+            ([numbers(heads, 0.7), numbers(kv_heads, 0.37), numbers(kv_heads, 0.53)], numbers(heads, 0.29));
+        let leaves = inputs.each_ref().map(|x| x.to_device(self.device).copy().set_requires_grad(true));
+        if self.device.is_cuda() && !has_flash_attention(&leaves[0].detach(), scale) {
+            return Ok(());
+        }
+        let tree = PackedRows { starts: &starts[..8], parents: Some(&parents[..7]) };
+        let found = shared_attention(leaves.each_ref(), scale, &PrefixTree::new(tree, 333, self.device));
+        crate::backward(&found, &slopes.to_device(self.device));
+        let wide = inputs.each_ref().map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
+        let expected = attention_along_paths(wide.each_ref(), scale, packed);
+        crate::backward(&expected, &slopes.to_kind(Kind::Double));
+        let what = |name: &str| format!("{name} of attention of shared beginnings, {heads} heads of {head_dim}");
+        expect_close(&what("output"), &found.detach(), &expected.detach(), [2e-2, ROUNDING])?;
+        for (name, (found, expected)) in ["queries", "keys", "values"].iter().zip(leaves.iter().zip(&wide)) {
+            let most = expected.grad().abs().max().double_value(&[]);
+            expect_close(
+                &what(&format!("gradient by {name}")),
+                &found.grad(),
+                &expected.grad(),
+                [most * 2e-2, ROUNDING],
+            )?;
+        }
+        Ok(())
     }
 
     fn rotary(self, kind: Kind, [head_dim, half, parts]: [i64; 3]) -> Checked {
