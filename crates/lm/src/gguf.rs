@@ -234,7 +234,10 @@ impl Gguf {
         match self.metadata.get(key) {
             None => Ok(None),
             Some(Value::Bools(list)) => Ok(Some(list.clone())),
-            Some(Value::Integers(list)) => Ok(Some(list.iter().map(|n| *n != 0).collect())),
+            Some(Value::Integers(list)) => match list.iter().find(|n| ![0, 1].contains(*n)) {
+                Some(n) => Err(self.error(format!("`{key}`: expected truth values, found {n}"))),
+                None => Ok(Some(list.iter().map(|n| *n == 1).collect())),
+            },
             Some(other) => Err(self.wrong(key, "a list of truth values", other)),
         }
     }

@@ -296,7 +296,7 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
 #[test]
 fn damaged_settings_of_these_families_are_refused_by_key() {
     type Change = fn(&mut Metadata, &mut Tensors);
-    let cases: [(&str, Change, &str); 12] = [
+    let cases: [(&str, Change, &str); 16] = [
         (
             "gpt-oss",
             |metadata, _| {
@@ -321,6 +321,31 @@ fn damaged_settings_of_these_families_are_refused_by_key() {
                 *gates = gates.narrow(1, 0, 31);
             },
             "tensor `blk.0.ffn_gate_exps.weight`: expected [11, 32, 32] for `model.layers.0.mlp.experts.gate_up_proj`, found [11, 31, 32]",
+        ),
+        (
+            "gpt-oss",
+            |metadata, _| drop(metadata.insert("gpt-oss.rope.freq_base_swa".into(), GgufValue::Number(5.0))),
+            "`gpt-oss.rope.freq_base_swa`: expected 10000, that of other layers, found 5",
+        ),
+        (
+            "gemma4",
+            |metadata, _| drop(metadata.insert("gemma4.rope.scaling.type".into(), GgufValue::Text("linear".into()))),
+            "`gemma4.rope.scaling.type`: expected none beside `rope_freqs.weight`, found \"linear\"",
+        ),
+        (
+            "gemma4",
+            |metadata, _| {
+                drop(metadata.insert("gemma4.attention.sliding_window_pattern".into(), GgufValue::Integer(9)));
+            },
+            "`gemma4.attention.sliding_window_pattern`: expected no window in the last layer, as the model has none, found one",
+        ),
+        (
+            "gemma4",
+            |metadata, _| {
+                let too_many = GgufValue::Bools(vec![false; 99]);
+                metadata.insert("gemma4.attention.sliding_window_pattern".into(), too_many);
+            },
+            "`gemma4.attention.sliding_window_pattern`: expected a truth value for each of 5 layers, found 99",
         ),
         (
             "gemma4",

@@ -171,7 +171,7 @@ impl Settings<'_> {
             None if !self.form.has_experts() && self.optional("expert_count")?.is_some_and(|count| count > 0) => {
                 Err(self
                     .file
-                    .error(format!("`{prefix}expert_count`: expected 0: mixtures of experts are not supported")))
+                    .error(format!("`{prefix}expert_count`: expected 0, as this architecture is read without experts")))
             }
             None => Ok(()),
         }

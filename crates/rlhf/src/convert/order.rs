@@ -89,11 +89,12 @@ pub(super) fn divided(tensor: &Tensor, config: &ModelConfig) -> Result<[Tensor; 
         let parts = parts.iter().map(|part| Ok(part.f_reshape([-1, width])?)).collect::<Result<Vec<_>>>()?;
         return Ok([Tensor::f_cat(&parts[..3], 0)?, parts[3].shallow_clone()]);
     }
-    let mut tensor = if tensor.dim() == 3 { tensor.f_transpose(1, 2)? } else { tensor.shallow_clone() };
-    let mut shape = tensor.size();
-    shape.splice(1..2, [shape[1] / 2, 2]);
-    tensor = tensor.f_reshape(shape.as_slice())?;
-    Ok([tensor.f_select(2, 0)?.f_contiguous()?, tensor.f_select(2, 1)?.f_contiguous()?])
+    let part = |at: i64| -> Result<Tensor> {
+        let part = tensor.f_slice(-1, at, None::<i64>, 2)?;
+        let part = if part.dim() == 3 { part.f_transpose(1, 2)? } else { part };
+        Ok(part.f_contiguous()?)
+    };
+    Ok([part(0)?, part(1)?])
 }
 
 /// The inverse of [`divided`].
@@ -105,10 +106,8 @@ pub(super) fn joined(parts: [&Tensor; 2], config: &ModelConfig) -> Result<Tensor
         let all = all.map(|part| Ok(part.f_view([groups, -1, width])?)).collect::<Result<Vec<_>>>()?;
         return Ok(Tensor::f_cat(&all, 1)?.f_view([-1, width])?);
     }
-    let mut shape = parts[0].size();
-    shape[1] *= 2;
-    let both = Tensor::f_stack(&parts, 2)?.f_view(shape.as_slice())?;
-    Ok(if shape.len() == 3 { both.f_transpose(1, 2)?.f_contiguous()? } else { both })
+    let rows = |part: &Tensor| if part.dim() == 3 { part.f_transpose(1, 2) } else { Ok(part.shallow_clone()) };
+    Ok(Tensor::f_stack(&[rows(parts[0])?, rows(parts[1])?], -1)?.f_flatten(-2, -1)?)
 }
 
 /// Whether the numbers of a tensor themselves change, not only their order.

@@ -82,7 +82,8 @@ impl Settings<'_> {
     pub(super) fn by_layer(&self, name: &str, layers: i64) -> Result<Option<Vec<bool>>> {
         let key = self.key(name);
         let Some(mut all) = self.file.flags(&key)? else { return Ok(None) };
-        if (all.len() as i64) < layers {
+        let [_, later] = self.layers()?;
+        if ![layers, layers + later].contains(&(all.len() as i64)) {
             let message = format!("`{key}`: expected a truth value for each of {layers} layers, found {}", all.len());
             return Err(self.file.error(message));
         }
@@ -187,7 +188,10 @@ impl Settings<'_> {
             "qwen35" | "qwen35moe" | "qwen3next" => {
                 all = Map::from_iter([("rope_parameters".into(), self.sections(theta, scaling.as_ref(), head_dim)?)]);
             }
-            "gpt-oss" => all = Map::from_iter([("rope_parameters".into(), self.whole_yarn(theta, scaling)?)]),
+            "gpt-oss" => {
+                self.check_same_base(theta)?;
+                all = Map::from_iter([("rope_parameters".into(), self.whole_yarn(theta, scaling)?)]);
+            }
             "olmo2" if self.form.model_type == "olmo3" => {
                 self.check_same_base(theta)?;
                 let full = if scaling.is_some() { self.whole_yarn(theta, scaling)? } else { plain(theta) };

@@ -6,6 +6,7 @@ use super::super::forms::{
 use super::extras::Sizes;
 use super::{ROPE_FACTORS, Settings};
 use rlhf_base::Result;
+use rlhf_base::safe_text::beginning;
 use rlhf_lm::gguf::Value as Meta;
 use serde_json::{Map, Value, json};
 use tch::Kind;
@@ -38,13 +39,33 @@ impl Settings<'_> {
 
     /// Whether each layer has a window.
     fn local_layers(&self) -> Result<Vec<bool>> {
-        let [layers, _] = self.layers()?;
-        match self.file.metadata().get(&self.key(PATTERN)) {
-            Some(Meta::Integer(period @ 1..)) => Ok((1..=layers).map(|number| number % period != 0).collect()),
+        let ([layers, _], key) = (self.layers()?, self.key(PATTERN));
+        let all = match self.file.metadata().get(&key) {
+            Some(Meta::Integer(period @ 1..)) => (1..=layers).map(|number| number % period != 0).collect(),
             _ => self
                 .by_layer(PATTERN, layers)?
-                .ok_or_else(|| self.file.error(format!("expected the key `{}`, found none", self.key(PATTERN)))),
+                .ok_or_else(|| self.file.error(format!("expected the key `{key}`, found none")))?,
+        };
+        if all.last() == Some(&true) {
+            let message = format!("`{key}`: expected no window in the last layer, as the model has none, found one");
+            return Err(self.file.error(message));
         }
+        Ok(all)
+    }
+
+    /// Refuses a scaling of the angles, which are those of the factors in the file.
+    fn check_unscaled(&self) -> Result<()> {
+        let key = self.key("rope.scaling.type");
+        if let Some(found) = self.file.text(&key)?.filter(|found| *found != "none") {
+            let found = beginning(found, 120);
+            return Err(self.file.error(format!("`{key}`: expected none beside `{ROPE_FACTORS}`, found {found:?}")));
+        }
+        for key in ["rope.scaling.factor", "rope.scale_linear"].map(|name| self.key(name)) {
+            if let Some(found) = self.file.number(&key)?.filter(|found| *found != 1.0) {
+                return Err(self.file.error(format!("`{key}`: expected 1 beside `{ROPE_FACTORS}`, found {found}")));
+            }
+        }
+        Ok(())
     }
 
     /// One number for each layer of the key `name`, which may have one for all.
@@ -134,6 +155,7 @@ impl Settings<'_> {
 
     /// The angles: of layers without a window as for whole heads, those that the divisors make 0 left out.
     pub(super) fn proportional(&self, theta: f64) -> Result<Map<String, Value>> {
+        self.check_unscaled()?;
         let width = self.size("attention.key_length")?;
         let divisors = Vec::<f32>::try_from(self.file.read(ROPE_FACTORS, Kind::Float)?.f_view([-1])?)?;
         let angles = divisors.iter().take_while(|divisor| **divisor == 1.0).count();
