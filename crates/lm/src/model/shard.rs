@@ -249,8 +249,11 @@ impl Shards {
     /// # Errors
     /// As [`Shards::start_pass`].
     pub fn layer(&self, layer: usize, direction: Direction) -> Result<LayerGuard> {
-        let gathered = self.with(|division| division.gather_layer(layer, direction));
-        gathered.unwrap_or(Ok(())).map(|()| LayerGuard(self.clone(), layer))
+        self.with(|division| division.gather(Some(layer))).unwrap_or(Ok(()))?;
+        // It frees the layer if the next cannot be started.
+        let guard = LayerGuard(self.clone(), layer);
+        self.with(|division| division.look_ahead(layer, direction)).unwrap_or(Ok(()))?;
+        Ok(guard)
     }
 
     /// Provides memory for the gradients of `layer`, or of the root, for its backward pass.
@@ -585,6 +588,11 @@ impl Division {
     /// Gathers the units of `layer`, and starts to gather those of the next; or keeps those of `layer`, if it comes next too.
     fn gather_layer(&mut self, layer: usize, direction: Direction) -> Result<()> {
         self.gather(Some(layer))?;
+        self.look_ahead(layer, direction)
+    }
+
+    /// Starts to gather the layer that comes after `layer` in this direction, or keeps `layer`, which comes again.
+    fn look_ahead(&mut self, layer: usize, direction: Direction) -> Result<()> {
         match direction {
             Direction::ForwardAndBack if layer + 1 == self.layers[1] => self.keep(layer),
             Direction::Forward | Direction::ForwardAndBack => self.prefetch(layer + 1)?,

@@ -182,7 +182,13 @@ impl Unit {
     /// Starts to gather the parameters, for the next [`Unit::gather`].
     pub(super) fn prefetch(&mut self, world: &World) -> Result<()> {
         let Some((whole, part)) = self.hold()? else { return Ok(()) };
-        self.prefetch = Some(Transfer::start(world, Collective::AllGather, &whole, &part)?);
+        match Transfer::start(world, Collective::AllGather, &whole, &part) {
+            Ok(transfer) => self.prefetch = Some(transfer),
+            Err(error) => {
+                self.release();
+                return Err(error);
+            }
+        }
         Ok(())
     }
 
@@ -194,12 +200,12 @@ impl Unit {
 
     /// Counts a holder, and provides memory for the parameters. Returns the whole vector and this rank's part, if the unit is divided.
     fn hold(&mut self) -> Result<Option<(Tensor, Tensor)>> {
-        self.holders += 1;
-        let (Some(whole), Some(part)) = (&self.whole, &self.part) else { return Ok(None) };
-        if self.holders == 1 {
+        let parts = self.whole.as_ref().zip(self.part.as_ref());
+        if let Some((whole, _)) = parts.filter(|_| self.holders == 0) {
             whole.allocate().map_err(Error::Run)?;
         }
-        Ok(Some((whole.tensor().narrow(0, 0, self.len), part.shallow_clone())))
+        self.holders += 1;
+        Ok(parts.map(|(whole, part)| (whole.tensor().narrow(0, 0, self.len), part.shallow_clone())))
     }
 
     /// Waits for all that is in progress, and releases parameters that were gathered or kept for nothing.
