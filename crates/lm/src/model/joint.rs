@@ -1,7 +1,7 @@
 //! Layers that read the same input as one product: queries, keys and values; a gate and what it is multiplied by.
 //!
 //! Their weights in the dtype of products lie one after another in memory, so that they are one matrix. Copies in a narrower dtype than the
-//! stored weights are made so at their first use. Weights that are stored in the dtype of products are moved by [`lay_out`], when the model
+//! stored weights are made so at their first joint use. Weights that are stored in the dtype of products are moved by [`lay_out`], when the model
 //! is built and where its dtypes change. Nothing records this: each product compares the addresses. Weights that have other memory since
 //! then, because they are divided over ranks or exchanged, have a product each, unless they lie one after another there too.
 
@@ -17,6 +17,8 @@ use tch_ext::Joined;
 thread_local! {
     /// Whether the CPU has joint products too.
     static ON_CPU: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    /// Number of joint products so far.
+    static JOINED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// Whether layers of this dtype on `device` have joint products: with the kernels of a GPU. A CPU keeps a product each: it gains nothing by
@@ -35,7 +37,13 @@ pub(super) fn results(linears: &[Linear], x: &Tensor, dropout: Option<&Dropout>)
     match multiplied(linears, x, true) {
         // The attention of these kernels takes no columns.
         Some(parts) if uses_kernels(parts[0].kind(), x.device()) => parts.iter().map(Tensor::contiguous).collect(),
-        Some(parts) => parts,
+        Some(mut parts) => {
+            // Attention stores the values as they are for its backward pass: as columns they would keep queries and keys too.
+            if let Some(values) = parts.get_mut(2).filter(|values| values.requires_grad()) {
+                *values = values.contiguous();
+            }
+            parts
+        }
         None => linears.iter().map(|linear| linear.forward_dropping(x, dropout)).collect(),
     }
 }
@@ -55,6 +63,8 @@ fn multiplied(linears: &[Linear], x: &Tensor, splits: bool) -> Option<Vec<Tensor
     let used_biases = if biases.is_empty() { None } else { Some(joined(&biases, kind)?) };
     let (leaves, bias_leaves) = (tensors(&weights), tensors(&biases));
     let biases = used_biases.as_ref().map(|used| Joined { leaves: &bias_leaves, used });
+    #[cfg(test)]
+    JOINED.set(JOINED.get() + 1);
     Some(tch_ext::joint_linear(x, Joined { leaves: &leaves, used: &used }, biases, splits))
 }
 
@@ -152,6 +162,13 @@ mod tests {
         let result = f();
         ON_CPU.set(false);
         result
+    }
+
+    /// The result of `f` and the number of its joint products.
+    fn counted<T>(f: impl FnOnce() -> T) -> (T, usize) {
+        let before = JOINED.get();
+        let result = f();
+        (result, JOINED.get() - before)
     }
 
     fn waves(size: &[i64], frequency: f64) -> Tensor {
@@ -345,8 +362,10 @@ mod tests {
         let in_bf16 = ["llama_tied", "qwen2", "gemma2"].map(|name| (name, Precision::Bf16, 0.05));
         for (name, precision, tolerance) in families.map(|name| (name, Precision::F32, 2e-5)).into_iter().chain(in_bf16)
         {
-            let expected = learnt_by_model(name, precision);
-            let found = jointly(|| learnt_by_model(name, precision));
+            let (expected, none) = counted(|| learnt_by_model(name, precision));
+            let (found, count) = counted(|| jointly(|| learnt_by_model(name, precision)));
+            // GPT-NeoX has fused projections and no gate.
+            assert_eq!((none, count > 0), (0, name != "gpt_neox" && !plain()), "{name}: {count} joint products");
             assert_eq!(found.0.len(), expected.0.len(), "{name}");
             for ((what, found), (_, expected)) in found.0.iter().zip(&expected.0) {
                 expect_close(&format!("{name}, {precision:?}: {what}"), found, expected, tolerance);
@@ -362,21 +381,28 @@ mod tests {
         let (dir, separate) = (tempfile::tempdir().unwrap(), logits(&load("llama_tied", Precision::F32)));
         jointly(|| {
             let mut model = load("llama_tied", Precision::F32);
-            expect_close("joint", &logits(&model), &separate, 1e-5);
+            let (before, count) = counted(|| logits(&model));
+            assert!(count > 0 || plain());
+            expect_close("joint", &before, &separate, 1e-5);
             model.set_trainable(true);
             let halves: Vec<Tensor> = model.trainable_params().map(|param| param.tensor.detach() * 0.5).collect();
             model.swap_trained(&halves);
-            let exchanged = logits(&model);
+            let (exchanged, count) = counted(|| logits(&model));
+            assert_eq!(count, 0, "exchanged weights have memory of their own");
             ON_CPU.set(false);
             let expected = logits(&model);
             ON_CPU.set(true);
             expect_close("exchanged", &exchanged, &expected, 1e-5);
             assert_ne!(exchanged, separate);
             model.swap_trained(&halves);
-            expect_close("exchanged again", &logits(&model), &separate, 1e-5);
+            let (again, count) = counted(|| logits(&model));
+            assert!(count > 0 || plain());
+            expect_close("exchanged again", &again, &separate, 1e-5);
             model.set_trainable(false);
             model.offload(&Offload::to(dir.path()), "model").unwrap();
-            expect_close("offloaded", &logits(&model), &separate, 1e-5);
+            let (offloaded, count) = counted(|| logits(&model));
+            assert!(count > 0 || plain());
+            expect_close("offloaded", &offloaded, &separate, 1e-5);
         });
     }
 }
