@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -465,12 +466,6 @@ class Row(NamedTuple):
     busy: float = 0.0
 
 
-def next_of(values, lock):
-    """The next of an iterator that several threads have; None at its end."""
-    with lock:
-        return next(values, None)
-
-
 class Run:
     """Steps with their times, and the closing lines of the test programs."""
 
@@ -510,18 +505,14 @@ class Run:
 
     def parts(self, parts):
         """Runs parts, LANES at a time: most of a part's time is waiting."""
-        rest = iter(parts)
 
-        def lane():
-            while part := next_of(rest, self.lock):
-                for command in part.steps():
-                    self.step(part.name, command, at_once=LANES == 1)
+        def run_part(part):
+            for command in part.steps():
+                self.step(part.name, command, at_once=LANES == 1)
 
-        lanes = [threading.Thread(target=lane) for _ in range(LANES)]
-        for thread in lanes:
-            thread.start()
-        for thread in lanes:
-            thread.join()
+        with ThreadPoolExecutor(LANES) as lanes:
+            # The values are asked for, as an exception of a lane comes with its value.
+            list(lanes.map(run_part, parts))
         self.join_rows()
 
     def join_rows(self):

@@ -4,6 +4,8 @@
     python3 scripts/test_check.py --built    the names of the integration tests too, once they are built
 """
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -95,6 +97,31 @@ class Complete(unittest.TestCase):
             self.assertTrue(kept, f"{module}: no test in every change: name one in KEPT")
 
 
+class Lanes(unittest.TestCase):
+    def run_parts(self, *parts):
+        run = check.Run()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            run.parts(parts)
+        return run, output.getvalue()
+
+    def test_each_step_of_all_parts_runs_and_a_failed_one_fails_the_run(self):
+        steps = {"a": ("echo one", "false", "echo two"), "b": ("echo '3 passed, 0 failed'",), "c": ("true",)}
+        run, output = self.run_parts(*(check.Part(name, "", (), 0, commands=commands) for name, commands in steps.items()))
+        self.assertTrue(run.failed)
+        self.assertEqual({row.name: row.note for row in run.rows}, {"a": "FAILED", "b": "", "c": ""})
+        self.assertEqual(run.closing, [("b", "3 passed, 0 failed")])
+        self.assertTrue("\none\n" in output and "\ntwo\n" in output, output)
+        self.assertFalse(self.run_parts(check.Part("c", "", (), 0, commands=("true",)))[0].failed)
+
+    def test_an_exception_of_a_part_ends_the_run(self):
+        class Broken(check.Part):
+            def steps(self):
+                raise OSError("no bash")
+
+        with self.assertRaisesRegex(OSError, "no bash"):
+            self.run_parts(Broken("a", "", (), 0), check.Part("b", "", (), 0, commands=("true",)))
+
+
 class Built(unittest.TestCase):
     def test_every_name_in_a_part_is_that_of_a_test(self):
         tests = integration_tests()
@@ -121,6 +148,6 @@ if __name__ == "__main__":
     if built:
         sys.argv.remove("--built")
         check.settings()
-    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in ((Built,) if built else (Due, Complete)))
+    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in ((Built,) if built else (Due, Complete, Lanes)))
     result = unittest.TextTestRunner().run(suite)
     sys.exit(not result.wasSuccessful())
