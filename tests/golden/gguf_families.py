@@ -121,17 +121,22 @@ def reordered(name, weight, config, to_file):
     part = name.rpartition("linear_attn.")[2]
     if config.model_type != "qwen3_5_moe_text" or part == name:
         return weight
+    return with_value_heads(part.removesuffix(".weight"), weight, config, to_file)
+
+
+def with_value_heads(part, weight, config, to_file):
+    """A tensor of the delta rule, by its name in a folder or in a file, with the value heads in the order of a file, or back."""
     order, width = value_heads(config)
     order = order if to_file else np.argsort(order)
     wide = (order[:, None] * width + np.arange(width)).reshape(-1)
     before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+    if part in ("in_proj_qkv", "conv1d", "attn_qkv", "ssm_conv1d"):
         return weight[np.concatenate([np.arange(before), before + wide])]
-    if part == "in_proj_z.weight":
+    if part in ("in_proj_z", "attn_gate"):
         return weight[wide]
-    if part in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"):
+    if part in ("in_proj_b", "in_proj_a", "A_log", "dt_bias", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
         return weight[order]
-    return weight[:, wide] if part == "out_proj.weight" else weight
+    return weight[:, wide] if part in ("out_proj", "ssm_out") else weight
 
 
 def is_plus_one(name, kind):
@@ -331,7 +336,8 @@ def add_delta(writer, config):
     rope = config.rope_parameters
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)

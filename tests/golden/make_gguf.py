@@ -137,22 +137,6 @@ def halves(weight, heads):
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def value_heads(part, weight, config, to_file):
-    """The value heads of Qwen3.5's tensors in llama.cpp's order, that of each key head's first ones first, or back."""
-    keys, heads, width = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
-    before = 2 * keys * config.linear_key_head_dim
-    order = np.arange(heads).reshape(keys, heads // keys).T.reshape(-1)
-    order = order if to_file else np.argsort(order)
-    wide = (order[:, None] * width + np.arange(width)).reshape(-1)
-    if part in ("attn_qkv", "ssm_conv1d"):
-        return weight[np.concatenate([np.arange(before), before + wide])]
-    if part == "attn_gate":
-        return weight[wide]
-    if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
-        return weight[order]
-    return weight[:, wide] if part == "ssm_out" else weight
-
-
 def by_projection(state):
     """transformers' tensors with those of experts apart: gates, up and down projections, as llama.cpp stacks them."""
     for name, weight in state.items():
@@ -187,7 +171,7 @@ def in_file(stored, weight, config):
     """The numbers of a tensor of the newer families as llama.cpp's converter stores them."""
     part = stored.split(".")[2] if stored.startswith("blk.") else stored.split(".")[0]
     if config.model_type == "qwen3_5_text":
-        weight = value_heads(part, weight.squeeze(1) if part == "ssm_conv1d" else weight, config, True)
+        weight = families.with_value_heads(part, weight.squeeze(1) if part == "ssm_conv1d" else weight, config, True)
         weight = -np.exp(weight) if part == "ssm_a" else weight
     return weight + np.float32(1) if is_plus_one(stored, config.model_type) else weight
 
@@ -196,7 +180,7 @@ def in_folder(stored, weight, config):
     """The inverse of `in_file`."""
     part = stored.split(".")[2] if stored.startswith("blk.") else stored.split(".")[0]
     if config.model_type == "qwen3_5_text":
-        weight = value_heads(part, weight, config, False)
+        weight = families.with_value_heads(part, weight, config, False)
         weight = weight[:, None] if part == "ssm_conv1d" else weight
         weight = np.log(-weight) if part == "ssm_a" else weight
     return weight - np.float32(1) if is_plus_one(stored, config.model_type) else weight
@@ -207,14 +191,7 @@ def add_settings(writer, config):
     kind = config.model_type
     rope = config.rope_parameters
     if kind == "qwen3_5_text":
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
-        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+        families.add_delta(writer, config)
     elif kind == "gemma3_text":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
@@ -335,6 +312,14 @@ def random_weight(name, weight, generator):
     return (weight if name.endswith("bias") else 1 + weight).numpy()
 
 
+def finish(writer):
+    """Writes the file of a writer that has all settings and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def make_of_family(name):
     """A file of one of the families of gguf_families.py."""
     spec, config, path = SPECS[name], SPECS[name].config, FILES / f"{name}.gguf"
@@ -349,10 +334,7 @@ def make_of_family(name):
         is_matrix = weight.ndim > 1 and stored.endswith(".weight")
         to = spec.types.get(stored.split(".")[-2], Type.F32) if is_matrix else Type.F32
         writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(weight), to), raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @torch.no_grad()
@@ -456,10 +438,7 @@ def make(name):
             writer.add_tensor(stored, random_blocks(weight.shape, to, generator), raw_dtype=to)
         else:
             writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(weight), to), raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @torch.no_grad()

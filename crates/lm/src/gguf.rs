@@ -229,7 +229,7 @@ impl Gguf {
         }
     }
 
-    /// The truth values of `key`, if it is set; integers are true if they are not 0.
+    /// The truth values of `key`, if it is set; they may be the integers 0 and 1.
     pub fn flags(&self, key: &str) -> Result<Option<Vec<bool>>> {
         match self.metadata.get(key) {
             None => Ok(None),

@@ -56,8 +56,8 @@ pub fn joint_linear(x: &Tensor, weights: Joined<'_>, biases: Option<Joined<'_>>,
     let bias_list = bias_leaves.as_ref().map_or(null(), |leaves| leaves.as_ptr());
     let used_bias = biases.map_or(null(), |biases| biases.used.as_ptr());
     let mut out = vec![null_mut(); if splits { count } else { 1 }];
-    // SAFETY: pointers to borrowed tensors, as in `linear`; both lists have `count`, and `out` has room for each result. The shim checks
-    // the shapes.
+    // SAFETY: all pointers are to tensors that are borrowed until the call returns, as in `linear`. Both arrays have `count` pointers, and
+    // `out` has one place for each result. The C++ function checks the shapes.
     expect(into_result(unsafe {
         tch_ext_joint_linear(
             out.as_mut_ptr(),

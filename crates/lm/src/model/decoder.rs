@@ -108,7 +108,8 @@ pub(crate) struct BackwardOptions<'a> {
 /// State shared by all layers of one forward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
-    /// The computed tokens of whole sequences, if all attention is computed over their tree; positions and projections are then theirs.
+    /// The tree of prompts and responses, if attention runs over it in all layers. Positions, queries, keys and values then have the tokens of a
+    /// shared prompt once, not once for each of its responses.
     tree: Option<&'a PrefixTree>,
     /// Cosines and sines of each of the model's rotary positions.
     rotations: Vec<(Tensor, Tensor)>,

@@ -197,8 +197,8 @@ impl<'a> Job<'a> {
     }
 
     /// Bytes that a pass of a model gathers: weights and gradients of a layer and of what is outside the layers. With several ranks also
-    /// those of another layer: its weights are gathered, or its gradients reduced, while the layer is computed. Beside the embeddings and the
-    /// head there are the weights of one layer, which is less.
+    /// those of a second layer, whose weights are gathered, or whose gradients are reduced, during the computation. While the embeddings or the
+    /// head are computed, one layer is gathered, which takes less.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
         let ranks = self.machine.ranks;
         let footprint = &member.footprint;
