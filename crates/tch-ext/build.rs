@@ -6,6 +6,8 @@
 )]
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const TORCH_VERSION: &str = "2.11.0";
 
@@ -19,32 +21,20 @@ fn main() {
     let lib = std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys sets DEP_TCH_LIBTORCH_LIB");
     let torch = Path::new(&lib).parent().expect("libtorch's lib folder has a parent");
     check_version(torch);
-    compile_kernels(torch);
-    compiler(torch)
-        .include(empty_gloo_headers())
-        .file("csrc/shim.cpp")
-        .file("csrc/ops.cpp")
-        .file("csrc/joint.cpp")
-        .file("csrc/mixing.cpp")
-        .file("csrc/groups.cpp")
-        .file("csrc/offload.cpp")
-        .file("csrc/optim.cpp")
-        .file("csrc/ordered.cpp")
-        .file("csrc/shared.cpp")
-        .file("csrc/gpu/gpu.cpp")
-        .file("csrc/gpu/emulate.cpp")
-        .compile("tch_ext");
-    compiler(torch)
-        .define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str())
-        .file("csrc/spin.cpp")
-        .compile("tch_ext_spin");
+    let mut shim = compiler(torch, "tch_ext");
+    shim.include(empty_gloo_headers()).file("csrc/all.cpp");
+    let mut spin = compiler(torch, "tch_ext_spin");
+    spin.define("TCH_EXT_SPIN_COUNT", format!("\"{SPIN_COUNT}\"").as_str()).file("csrc/spin.cpp");
+    let mut libraries = vec![("tch_ext".to_string(), shim), ("tch_ext_spin".to_string(), spin)];
+    libraries.extend(kernels(torch));
+    compile(&libraries);
     link_libgomp(&lib);
     println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
 }
 
 /// Creates a folder with empty files in the place of gloo's headers, which c10d's headers include and the wheel lacks.
 fn empty_gloo_headers() -> PathBuf {
-    let folder = Path::new(&std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("gloo-headers");
+    let folder = out_dir().join("gloo-headers");
     for name in ["algorithm", "common/error", "context", "rendezvous/store", "transport/device"] {
         let file = folder.join("gloo").join(name).with_extension("h");
         std::fs::create_dir_all(file.parent().expect("it is in a folder")).expect("OUT_DIR can be written");
@@ -53,9 +43,15 @@ fn empty_gloo_headers() -> PathBuf {
     folder
 }
 
-fn compiler(torch: &Path) -> cc::Build {
+fn out_dir() -> PathBuf {
+    PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
+}
+
+/// The compiler of the library `name`, whose objects have a folder of their own.
+fn compiler(torch: &Path, name: &str) -> cc::Build {
     let mut build = cc::Build::new();
     build
+        .out_dir(out_dir().join(name))
         .cpp(true)
         .std("c++17")
         .pic(true)
@@ -71,16 +67,40 @@ fn compiler(torch: &Path) -> cc::Build {
     build
 }
 
-/// Compiles the kernels once per instruction set, with libtorch's flags; its vector types depend on the macros.
-fn compile_kernels(torch: &Path) {
+/// Compiles libraries of one file each, as many at a time as cargo runs jobs: crates above wait for them.
+///
+/// They are linked in the order of `libraries`: of an inline function that several have, the linker takes the first, and it must not be
+/// one with instructions that the processor may lack.
+fn compile(libraries: &[(String, cc::Build)]) {
+    let jobs = std::env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1usize);
+    // The longest first: the shim, then the kernels with the most instructions.
+    let order: Vec<usize> = (0..1).chain((1..libraries.len()).rev()).collect();
+    let (next, objects) = (AtomicUsize::new(0), vec![OnceLock::new(); libraries.len()]);
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.min(libraries.len()) {
+            scope.spawn(|| {
+                while let Some(&i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let _ = objects[i].set(libraries[i].1.compile_intermediates());
+                }
+            });
+        }
+    });
+    for ((name, _), objects) in libraries.iter().zip(objects) {
+        cc::Build::new().cpp(true).objects(objects.into_inner().expect("each was compiled")).compile(name);
+    }
+}
+
+/// The kernels, compiled once per instruction set, with libtorch's flags; its vector types depend on the macros.
+fn kernels(torch: &Path) -> Vec<(String, cc::Build)> {
     let mut sets: Vec<(&str, &[&str])> = vec![("DEFAULT", &[])];
     if is_x86() {
         sets.push(("AVX2", &["-mavx2", "-mfma", "-mf16c"]));
         sets.push(("AVX512", &["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]));
     }
-    for (name, flags) in sets {
+    let build = |(name, flags): (&str, &[&str])| {
         let table = format!("kernels_{}", name.to_lowercase());
-        let mut build = compiler(torch);
+        let library = format!("tch_ext_{table}");
+        let mut build = compiler(torch, &library);
         build
             // In every profile: unoptimized vector code is slower than plain loops, and tests run on it.
             .opt_level(3)
@@ -94,8 +114,10 @@ fn compile_kernels(torch: &Path) {
         flags.iter().for_each(|flag| {
             build.flag(flag);
         });
-        build.file("csrc/kernels.cpp").compile(&format!("tch_ext_{table}"));
-    }
+        build.file("csrc/kernels.cpp");
+        (library, build)
+    };
+    sets.into_iter().map(build).collect()
 }
 
 fn is_x86() -> bool {

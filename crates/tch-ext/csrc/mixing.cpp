@@ -12,16 +12,6 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using MaybeTensor = std::optional<Tensor>;
-MaybeTensor maybe(const Tensor* tensor) { return tensor ? MaybeTensor(*tensor) : std::nullopt; }
-
-template <typename F>
-void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
-  if (dtype == at::kFloat) return f(float{});
-  if (dtype == at::kBFloat16) return f(c10::BFloat16{});
-  TORCH_CHECK(false, what, ": expected f32 or bf16, found ", dtype);
-}
-
 const float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr; }
 float* mutable_floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
 

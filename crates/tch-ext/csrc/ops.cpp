@@ -45,19 +45,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Optional arguments: autograd functions do not accept undefined tensors.
-using MaybeTensor = std::optional<Tensor>;
-Tensor value_of(const MaybeTensor& tensor) { return tensor ? *tensor : Tensor(); }
-Tensor value_of(const Tensor* tensor) { return tensor ? *tensor : Tensor(); }
-MaybeTensor maybe(const Tensor* tensor) { return tensor ? MaybeTensor(*tensor) : std::nullopt; }
-
-template <typename F>
-void for_dtype(at::ScalarType dtype, const char* what, const F& f) {
-  if (dtype == at::kFloat) return f(float{});
-  if (dtype == at::kBFloat16) return f(c10::BFloat16{});
-  TORCH_CHECK(false, what, ": expected f32 or bf16, found ", dtype);
-}
-
 // --- Products -------------------------------------------------------------------------------------------------------
 
 // Number of multiplications below which oneDNN's kernel lookup takes longer than the product.
