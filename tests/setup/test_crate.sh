@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A crate outside the checkout, made by scripts/new-crate.sh, builds and runs without a word about libtorch.
 #
-# It is built into the checkout's target folder, where all but the crate itself is compiled already.
+# It is built into the checkout's target folder, with the checkout's profile, for which the dependencies are compiled already.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 checkout=$PWD
@@ -18,9 +18,10 @@ check "a folder that exists is refused" says "error: $work/my-trainer: exists al
 out=$(scripts/new-crate.sh "$work/7 trainers" 2>&1)
 check "a name that cargo does not take is refused" says "expected a folder name that cargo takes"
 
+awk '/^\[/ { profile = /^\[profile\.dev/ } profile' "$checkout/Cargo.toml" >"$work/profile.toml"
 # The checkout's own settings must not help: cargo reads them from the folders above the crate.
 cd "$work/my-trainer" || exit 1
-out=$(env -u LIBTORCH -u LD_LIBRARY_PATH cargo build --offline --quiet 2>&1)
+out=$(env -u LIBTORCH -u LD_LIBRARY_PATH cargo build --offline --quiet --config "$work/profile.toml" 2>&1)
 rc=$?
 check "it builds" [ $rc = 0 ]
 run() {
