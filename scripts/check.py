@@ -46,7 +46,7 @@ PYTHON = {
 }
 
 
-# Parts that run at the same time: a part keeps two cores busy for less than half of its time.
+# Parts that run at the same time: many of them wait for programs that start, end or are silent on purpose.
 LANES = 2
 
 # With more of them a turn is shorter, and a part is longer not run where its paths do not change.
@@ -462,8 +462,15 @@ class Row(NamedTuple):
     name: str
     seconds: float | None
     note: str
-    # Seconds of all cores.
-    busy: float = 0.0
+
+
+def core_ticks():
+    """Ticks for which the machine's cores were idle, and all ticks; zeros where the system does not say."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    except OSError:
+        return 0, 0
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 class Run:
@@ -474,7 +481,7 @@ class Run:
         self.closing = []
         self.failed = False
         self.lock = threading.Lock()
-        self.begin = time.monotonic()
+        self.begin, self.begin_ticks = time.monotonic(), core_ticks()
 
     def step(self, name, command, at_once=True):
         """Runs a command with its output on ours, as it comes or in the end; returns whether it passed."""
@@ -490,15 +497,12 @@ class Run:
                 output.append(line)
             if re.match(r"test result: |\d+ passed, \d+ failed", line):
                 closing.append((name, line.strip()))
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        passed, seconds = process.returncode == 0, time.monotonic() - begin
-        note, busy = "" if passed else "FAILED", used.ru_utime + used.ru_stime
+        passed, seconds = process.wait() == 0, time.monotonic() - begin
         with self.lock:
             if output:
                 sys.stdout.write(f"\n=== {name}: {command}\n{''.join(output)}")
                 sys.stdout.flush()
-            self.rows.append(Row(name, seconds, note, busy))
+            self.rows.append(Row(name, seconds, "" if passed else "FAILED"))
             self.closing += closing
             self.failed |= not passed
         return passed
@@ -520,17 +524,19 @@ class Run:
         joined = {}
         for row in self.rows:
             if before := joined.get(row.name):
-                row = Row(row.name, row.seconds + before.seconds, before.note or row.note, row.busy + before.busy)
+                row = Row(row.name, row.seconds + before.seconds, before.note or row.note)
             joined[row.name] = row
         self.rows = list(joined.values())
 
     def summary(self):
         width = max(len(row.name) for row in self.rows)
-        print(f"\nminutes, those of all cores, step (load average {' '.join(f'{load:.1f}' for load in os.getloadavg())})")
-        for name, seconds, note, busy in self.rows:
-            minutes = f"{seconds / 60:7.1f} {busy / 60:7.1f}" if seconds is not None else f"{'-':>7} {'-':>7}"
+        print(f"\nminutes, step (load average {' '.join(f'{load:.1f}' for load in os.getloadavg())})")
+        for name, seconds, note in self.rows:
+            minutes = f"{seconds / 60:7.1f}" if seconds is not None else f"{'-':>7}"
             print(f"{minutes}  {name:{width}}  {note}".rstrip())
-        print(f"{(time.monotonic() - self.begin) / 60:7.1f} {sum(row.busy for row in self.rows) / 60:7.1f}  in all\n")
+        idle, total = (now - then for now, then in zip(core_ticks(), self.begin_ticks))
+        share = f", with the cores idle for {idle / total:.0%} of the time" if total else ""
+        print(f"{(time.monotonic() - self.begin) / 60:7.1f}  in all{share}\n")
         for name, line in self.closing:
             print(f"{name}: {line}" if not line.startswith("test result") else line)
         sys.stdout.flush()
