@@ -393,7 +393,7 @@ ALWAYS = (
     ("build, clippy", f"{BUILD} --lib --bins --tests --no-run"),
     ("every test has a part", "python3 scripts/test_check.py --built"),
     ("unit tests", f"{BUILD} --lib --bins"),
-    ("kernels", f"{BUILD} --test kernels --test mixing --test gpu_kernels --test groups --test spin"),
+    ("tensor operations", f"{BUILD} --test kernels --test mixing --test gpu_kernels --test groups --test spin"),
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),

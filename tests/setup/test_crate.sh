@@ -21,7 +21,11 @@ check "a name that cargo does not take is refused" says "expected a folder name 
 awk '/^\[/ { profile = /^\[profile\.dev/ } profile' "$checkout/Cargo.toml" >"$work/profile.toml"
 # The checkout's own settings must not help: cargo reads them from the folders above the crate.
 cd "$work/my-trainer" || exit 1
-out=$(env -u LIBTORCH -u LD_LIBRARY_PATH cargo build --offline --quiet --config "$work/profile.toml" 2>&1)
+libtorch=$(sed -n 's/^LIBTORCH = "\(.*\)"/\1/p' .cargo/config.toml)
+check "its settings name the folder of libtorch" [ -e "$libtorch/lib/libtorch_cpu.so" ]
+# Where LIBTORCH is set it stays, with the value of the crate's own settings: cargo compiles torch-sys again when it comes or goes.
+out=$(env -u LIBTORCH -u LD_LIBRARY_PATH ${LIBTORCH:+"LIBTORCH=$libtorch"} \
+    cargo build --offline --quiet --config "$work/profile.toml" 2>&1)
 rc=$?
 check "it builds" [ $rc = 0 ]
 run() {
