@@ -9,8 +9,8 @@
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
 it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
-Two parts run at a time, and the output of each comes when it ends. In the end comes a table with the minutes of each step, then the closing lines
-of the test programs.
+Two parts run at a time, the longest first, and so do the last checks of every change; the output of each comes when it ends. In the end comes
+a table with the minutes of each step, then the closing lines of the test programs.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
 """
@@ -46,7 +46,7 @@ PYTHON = {
 }
 
 
-# Parts that run at the same time: many of them wait for programs that start, end or are silent on purpose.
+# Steps that run at the same time: many of them wait for programs that start, end or are silent on purpose.
 LANES = 2
 
 # With more of them a turn is shorter, and a part is longer not run where its paths do not change.
@@ -63,6 +63,8 @@ class Part:
     paths: tuple
     # In which of TURNS turns it runs though no file of its paths has changed. All turns take about as long.
     turn: int
+    # How long it takes beside another part, on two cores.
+    minutes: float
     # Names of integration tests, or parts of names.
     tests: tuple = ()
     # Names of `#[ignore]`d integration tests.
@@ -115,6 +117,7 @@ PARTS = (
         paths=(f"{BASE}dist*", f"{LM}model/shard*", f"{LM}model/body.rs", f"{LM}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
                f"{TESTS}distributed*", f"{TESTS}sharding.rs", f"{TESTS}rank_rows.rs", "crates/tch-ext/"),
         turn=3,
+        minutes=2.7,
         tests=("distributed::", "sharding::", "rank_rows::", "by_2_ranks", "by_2_and_4_ranks",
                "replay::an_update_of_two_ranks", "push::of_several_ranks"),
     ),
@@ -123,6 +126,7 @@ PARTS = (
         "`rlhf launch`: restarts, signals, ranks that fail or hang",
         paths=(f"{CLI}cli/launch*", f"{BASE}dist*", f"{BASE}signals*", f"{BASE}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
         turn=3,
+        minutes=0.6,
         tests=("launch::",),
     ),
     Part(
@@ -131,6 +135,7 @@ PARTS = (
         paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{BASE}offload*", f"{LM}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
                f"{TESTS}offload.rs"),
         turn=4,
+        minutes=0.6,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
                "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
                "checkpoint::an_adapter_on", "checkpoint::each_input_of_", "offload::"),
@@ -141,6 +146,7 @@ PARTS = (
         paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{BASE}files*", f"{BASE}weights*", f"{BASE}dist/*", f"{TESTS}attack/faults*",
                f"{TESTS}attack/ranks*"),
         turn=4,
+        minutes=2.3,
         tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::", "attack::ranks::"),
         ignored=("a_run_killed_fifty_times",),
     ),
@@ -149,7 +155,8 @@ PARTS = (
         "damaged files, folders, templates, rewards, checkpoints and hubs, from fixed seeds",
         paths=(f"{LM}model/config*", f"{LM}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{BASE}weights*", f"{LM}gguf*", f"{BASE}safe_text*",
                f"{SRC}run/checkpoint*", f"{CLI}serve*", "crates/hub/", f"{TESTS}attack*", f"{CLI}cli/yaml.rs"),
-        turn=4,
+        turn=2,
+        minutes=1.6,
         tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --lib -- attack::",),
     ),
@@ -158,6 +165,7 @@ PARTS = (
         "whole courses of other families than GPT-NeoX, encoder-decoders, quantized bases, f16",
         paths=(f"{LM}model/*", f"{TESTS}encoder_decoder_training.rs", f"{TESTS}quantized.rs", f"{TESTS}fp16.rs"),
         turn=4,
+        minutes=0.6,
         tests=("cli::gpt2_goes", "cli::llama_goes", "cli::lfm2_and", "cli::gpt_oss_and", "cli::ministral_3_and", "encoder_decoder_training::", "quantized::runs_and", "quantized::adapters_on", "fp16::",
                "commands::token_ids_need_no_tokenizer"),
     ),
@@ -167,6 +175,7 @@ PARTS = (
         paths=(f"{BASE}weights*", f"{BASE}device*", f"{LM}model/*", f"{LM}optim*", f"{SRC}data/*", f"{SRC}run/ends.rs", f"{TESTS}formats.rs", f"{TESTS}data.rs",
                f"{TESTS}optimizers.rs"),
         turn=3,
+        minutes=0.3,
         tests=("formats::", "data::", "optimizers::"),
     ),
     Part(
@@ -174,6 +183,7 @@ PARTS = (
         "LoRA and DoRA in every command, PEFT's folders, merging",
         paths=(f"{LM}model/*", f"{SRC}merge.rs", f"{SRC}run/ends.rs", f"{TESTS}adapters.rs", f"{TESTS}lora.rs"),
         turn=4,
+        minutes=0.1,
         tests=("lora::", "adapters::"),
     ),
     Part(
@@ -181,6 +191,7 @@ PARTS = (
         "`rlhf pipeline`, `rlhf doctor`, `rlhf watch`",
         paths=(f"{SRC}train/pipeline.rs", f"{CLI}cli/pipeline*", f"{SRC}settings/pipeline*", f"{CLI}doctor*", f"{CLI}watch*", f"{SRC}report*", f"{TESTS}pipeline.rs"),
         turn=1,
+        minutes=0.3,
         tests=("pipeline::", "doctor::", "watch::"),
     ),
     Part(
@@ -188,6 +199,7 @@ PARTS = (
         "reward programs and functions of Python that fail in every way",
         paths=(f"{SRC}reward/*", f"{BASE}process*", f"{TESTS}rewards.rs", "examples/rewards/"),
         turn=0,
+        minutes=0.3,
         tests=("rewards::a_function_of_python_that_", "rewards::no_pipe_that_is_full", "rewards::a_program_that_"),
     ),
     Part(
@@ -195,6 +207,7 @@ PARTS = (
         "plans against the measured peaks of runs",
         paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{LM}model/described.rs", f"{LM}optim*", f"{TESTS}plan.rs"),
         turn=1,
+        minutes=2.5,
         tests=("plan::",),
     ),
     Part(
@@ -202,6 +215,7 @@ PARTS = (
         "`rlhf eval` and its judges",
         paths=(f"{SRC}eval*", f"{CLI}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
         turn=1,
+        minutes=0.4,
         tests=("eval::",),
     ),
     Part(
@@ -209,6 +223,7 @@ PARTS = (
         "uploads to a hub, whole, cut and refused",
         paths=("crates/hub/", f"{SRC}push*", f"{SRC}run/push*", f"{TESTS}push.rs", "tests/hub/"),
         turn=0,
+        minutes=0.4,
         tests=("push::",),
     ),
     Part(
@@ -216,6 +231,7 @@ PARTS = (
         "`rlhf replay`: each kind of update is computed again to the bit",
         paths=(f"{SRC}train/ppo*", f"{SRC}rl/*", f"{TESTS}replay.rs"),
         turn=4,
+        minutes=0.3,
         tests=("replay::",),
     ),
     Part(
@@ -223,6 +239,7 @@ PARTS = (
         "learning curves of short runs of SFT, a reward model, PPO, GRPO and DPO stay in the committed bands",
         paths=(f"{SRC}rl/*", f"{SRC}train/*", f"{LM}optim*", f"{LM}generate*", f"{LM}model/logprobs*", "examples/sentiment/", "tests/curves/"),
         turn=2,
+        minutes=1.1,
         commands=("python3 tests/curves/test_curves.py", f"python3 tests/curves/curves.py {PROGRAM}"),
     ),
     Part(
@@ -230,6 +247,7 @@ PARTS = (
         "a model file of 1 GiB is loaded within its size in memory",
         paths=(f"{BASE}weights*", f"{LM}model/body.rs", f"{LM}model/pretrained.rs"),
         turn=0,
+        minutes=0.4,
         ignored=("a_model_of_one_gib",),
     ),
     Part(
@@ -237,6 +255,7 @@ PARTS = (
         "models, adapters and PPO again with libtorch's operators in place of the kernels",
         paths=("crates/tch-ext/", f"{LM}model/layout.rs", f"{LM}model/logprobs.rs", f"{LM}model/mlp.rs", f"{LM}model/decoder.rs"),
         turn=4,
+        minutes=1.5,
         commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks --skip plan::",),
     ),
     Part(
@@ -247,6 +266,7 @@ PARTS = (
                "crates/tch-ext/csrc/common.h", "crates/tch-ext/csrc/kernels.h", "crates/tch-ext/csrc/gpu/", "scripts/cuda.sh",
                "tests/interop/cuda_library.py", "tests/interop/gpu_sources.py"),
         turn=2,
+        minutes=1.1,
         commands=(
             ".venv-interop/bin/python tests/interop/gpu_sources.py",
             f".venv-interop/bin/python tests/interop/cuda_library.py {PROGRAM}",
@@ -258,6 +278,7 @@ PARTS = (
         "the library's examples compile without warnings",
         paths=("crates/rlhf/examples/", f"{SRC}lib.rs", f"{SRC}compat*", f"{SRC}train/*"),
         turn=4,
+        minutes=0.1,
         commands=(f"{BUILD} --examples",),
     ),
     Part(
@@ -265,6 +286,7 @@ PARTS = (
         "scripts/setup.sh and cuda.sh, the scripts and data of examples/ and benchmarks/",
         paths=("scripts/", "examples/", "benchmarks/", "tests/setup/", "Makefile"),
         turn=4,
+        minutes=0.4,
         commands=(
             "tests/setup/test_setup.sh",
             "python3 examples/sentiment/test_example.py",
@@ -284,6 +306,7 @@ PARTS = (
         paths=("Cargo.toml", "Cargo.lock", "crates/base/Cargo.toml", "crates/derive/Cargo.toml", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml",
                "crates/math-verify/Cargo.toml", "crates/rlhf/Cargo.toml", "crates/rlhf-cli/Cargo.toml", "crates/tch-ext/Cargo.toml"),
         turn=3,
+        minutes=0.2,
         commands=("make --no-print-directory package PACKAGE_FLAGS=--no-verify",),
     ),
     Part(
@@ -293,6 +316,7 @@ PARTS = (
                "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "crates/base/Cargo.toml",
                "crates/derive/", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml", "crates/math-verify/Cargo.toml", "Cargo.toml"),
         turn=3,
+        minutes=1.5,
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
     Part(
@@ -300,6 +324,7 @@ PARTS = (
         "the Python package: what is in its wheel, which libtorch it takes and how it fetches one, from a package index of its own",
         paths=("python/", "scripts/wheel.py", "scripts/elf.py", "scripts/notices*", "tests/wheel/", "examples/sentiment/"),
         turn=4,
+        minutes=0.9,
         commands=(f"python3 tests/wheel/test_wheel.py {PROGRAM}",),
     ),
     Part(
@@ -309,6 +334,7 @@ PARTS = (
                f"{SRC}environment/worker.py",
                f"{SRC}compat*", f"{CLI}session*", f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=1,
+        minutes=5,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
             *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_goldens", "test_notebooks")),
@@ -320,7 +346,8 @@ PARTS = (
         "documentation of the crates, without warnings",
         paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/hub/src/lib.rs", "crates/derive/src/lib.rs",
                "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
-        turn=3,
+        turn=0,
+        minutes=2.9,
         commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
     ),
     Part(
@@ -329,6 +356,7 @@ PARTS = (
         paths=(f"{LM}model/save*", f"{LM}model/families.rs", f"{LM}model/config*", f"{LM}model/adapter_folder.rs", f"{SRC}run/tensorboard.rs",
                "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=0,
+        minutes=4,
         commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
         python=("interop",),
     ),
@@ -339,6 +367,7 @@ PARTS = (
                "crates/lm/examples/tool_turns.rs", "tests/interop/templates.py", "tests/interop/tools.py", "tests/interop/formats.py",
                "tests/interop/folders.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=2,
+        minutes=3,
         commands=(
             *(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
             "cargo build --workspace --locked --example tool_turns",
@@ -352,6 +381,7 @@ PARTS = (
         paths=(f"{CLI}serve*", f"{CLI}http_server*", f"{CLI}watch*", f"{SRC}report*", f"{SRC}push*", f"{BASE}dist/launch*", "tests/interop/", "tests/hub/",
                "scripts/interop-requirements.txt"),
         turn=2,
+        minutes=1.4,
         commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
         python=("interop",),
     ),
@@ -361,6 +391,7 @@ PARTS = (
         paths=(f"{SRC}environment*", "tests/interop/environments.py",
                "scripts/interop-requirements.txt"),
         turn=2,
+        minutes=0.5,
         commands=(
             # tests/interop/openenv_server.py is for a test by hand: the package openenv takes 0.5 GB.
             ".venv-interop/bin/python tests/interop/environments.py  # not tests/interop/openenv_server.py",
@@ -372,6 +403,7 @@ PARTS = (
         "wandb, MLflow and trackio read what runs report",
         paths=(f"{SRC}run/sinks*", "tests/interop/trackers.py", "scripts/trackers-requirements.txt"),
         turn=3,
+        minutes=2,
         commands=(f'.venv-trackers/bin/python tests/interop/trackers.py {PROGRAM}',),
         python=("trackers",),
     ),
@@ -395,6 +427,10 @@ ALWAYS = (
     ("unit tests", f"{BUILD} --lib --bins"),
     ("tensor operations", f"{BUILD} --test kernels --test mixing --test gpu_kernels --test groups --test spin"),
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
+)
+
+# Those of them that wait for much of their time: they run LANES at a time, before the parts.
+ALWAYS_BESIDE = (
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),
     ("examples in the docs", f"{BUILD} --doc"),
@@ -507,16 +543,17 @@ class Run:
             self.failed |= not passed
         return passed
 
-    def parts(self, parts):
-        """Runs parts, LANES at a time: most of a part's time is waiting."""
+    def beside(self, jobs):
+        """Runs pairs of a name and its commands, LANES at a time."""
 
-        def run_part(part):
-            for command in part.steps():
-                self.step(part.name, command, at_once=LANES == 1)
+        def run_job(job):
+            name, commands = job
+            for command in commands:
+                self.step(name, command, at_once=LANES == 1)
 
         with ThreadPoolExecutor(LANES) as lanes:
             # The values are asked for, as an exception of a lane comes with its value.
-            list(lanes.map(run_part, parts))
+            list(lanes.map(run_job, jobs))
         self.join_rows()
 
     def join_rows(self):
@@ -661,14 +698,14 @@ def main():
         seconds, failures = wait()
         if seconds > 1:
             run.rows.append(Row("Python environments", seconds, "beyond the build"))
-        ready = []
-        for part, _ in parts:
+        jobs = [(name, (command,)) for name, command in ALWAYS_BESIDE] if always else []
+        for part, _ in sorted(parts, key=lambda pair: -pair[0].minutes):
             if missing := [name for name in part.python if name in failures]:
                 run.rows.append(Row(part.name, None, f"FAILED: no Python environment {missing[0]}"))
                 run.failed = True
             else:
-                ready.append(part)
-        run.parts(ready)
+                jobs.append((part.name, part.steps()))
+        run.beside(jobs)
     for part, why in skipped:
         run.rows.append(Row(part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
     run.summary()

@@ -13,9 +13,9 @@ import sys
 import unittest
 
 import check
-from check import ALWAYS, KEPT, PARTS, ROOT
+from check import ALWAYS, ALWAYS_BESIDE, KEPT, PARTS, ROOT
 
-COMMANDS = [command for _, command in ALWAYS] + [step for part in PARTS for step in part.steps()]
+COMMANDS = [command for _, command in ALWAYS + ALWAYS_BESIDE] + [step for part in PARTS for step in part.steps()]
 # Ignored tests that no part runs, by a part of their reason.
 NOT_HERE = ("started by", "one rank of the test above", "needs a GPU", "another folder of reference values",
             "needs a Python with the package openenv")
@@ -33,7 +33,7 @@ def integration_tests(*options):
 
 class Due(unittest.TestCase):
     def reason(self, changed, turn=9, path="a/b*"):
-        part = check.Part("p", "about", paths=(path, "c/"), turn=1)
+        part = check.Part("p", "about", paths=(path, "c/"), turn=1, minutes=1)
         return check.reason(part, {"p": "123"}, turn, lambda commit: changed if commit == "123" else None)
 
     def test_a_part_runs_where_a_file_of_its_paths_has_changed(self):
@@ -45,7 +45,7 @@ class Due(unittest.TestCase):
         self.assertEqual(self.reason([], turn=1), "its turn")
 
     def test_a_part_runs_where_the_commit_of_its_last_run_is_unknown(self):
-        part = check.Part("p", "about", paths=(), turn=1)
+        part = check.Part("p", "about", paths=(), turn=1, minutes=1)
         for checked in ({}, {"p": "0" * 40}):
             self.assertIn("unknown", check.reason(part, checked, 9))
 
@@ -54,8 +54,11 @@ class Due(unittest.TestCase):
         self.assertEqual(len(names), len(PARTS))
         self.assertLessEqual(set(check.read_checked(check.CHECKED.read_text())), names)
 
-    def test_each_turn_has_parts_and_each_path_a_file(self):
-        self.assertEqual({part.turn for part in PARTS}, set(range(check.TURNS)))
+    def test_turns_take_about_as_long(self):
+        minutes = [sum(part.minutes for part in PARTS if part.turn == turn) for turn in range(check.TURNS)]
+        self.assertLess(max(minutes) - min(minutes), 2, minutes)
+
+    def test_each_path_of_a_part_has_a_file(self):
         tracked = check.git("ls-files").split("\n")
         for part in PARTS:
             for path in part.paths:
@@ -98,28 +101,27 @@ class Complete(unittest.TestCase):
 
 
 class Lanes(unittest.TestCase):
-    def run_parts(self, *parts):
+    def beside(self, **jobs):
         run = check.Run()
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            run.parts(parts)
+            run.beside(jobs.items())
         return run, output.getvalue()
 
-    def test_each_step_of_all_parts_runs_and_a_failed_one_fails_the_run(self):
-        steps = {"a": ("echo one", "false", "echo two"), "b": ("echo '3 passed, 0 failed'",), "c": ("true",)}
-        run, output = self.run_parts(*(check.Part(name, "", (), 0, commands=commands) for name, commands in steps.items()))
+    def test_each_command_of_all_jobs_runs_and_a_failed_one_fails_the_run(self):
+        run, output = self.beside(a=("echo one", "false", "echo two"), b=("echo '3 passed, 0 failed'",), c=("true",))
         self.assertTrue(run.failed)
         self.assertEqual({row.name: row.note for row in run.rows}, {"a": "FAILED", "b": "", "c": ""})
         self.assertEqual(run.closing, [("b", "3 passed, 0 failed")])
         self.assertTrue("\none\n" in output and "\ntwo\n" in output, output)
-        self.assertFalse(self.run_parts(check.Part("c", "", (), 0, commands=("true",)))[0].failed)
+        self.assertFalse(self.beside(c=("true",))[0].failed)
 
-    def test_an_exception_of_a_part_ends_the_run(self):
-        class Broken(check.Part):
-            def steps(self):
-                raise OSError("no bash")
+    def test_an_exception_of_a_job_ends_the_run(self):
+        def broken():
+            raise OSError("no bash")
+            yield
 
         with self.assertRaisesRegex(OSError, "no bash"):
-            self.run_parts(Broken("a", "", (), 0), check.Part("b", "", (), 0, commands=("true",)))
+            self.beside(a=broken(), b=("true",))
 
 
 class Built(unittest.TestCase):
