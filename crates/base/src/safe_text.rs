@@ -5,13 +5,16 @@
 //! untrusted text themselves should do the same.
 
 use std::borrow::Cow;
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 
 /// Maximum length of a text that [`one_line`] does not shorten, in characters.
 const LONGEST: usize = 3000;
 
 /// Number of characters kept at the end of a longer text, where hints are.
 const TAIL: usize = 600;
+
+/// Number of entries of a list that a message shows.
+const ENTRIES: usize = 8;
 
 /// One line of at most some 3000 characters: control characters and line ends are escaped as Rust and JSON write them, the
 /// middle of a longer text is omitted, and passwords and queries are removed from addresses.
@@ -33,6 +36,16 @@ pub fn beginning(text: &str, most: usize) -> Cow<'_, str> {
         None => text.into(),
         Some((end, _)) => format!("{}...", &text[..end]).into(),
     }
+}
+
+/// The first entries of a list in brackets, with `...` if there are more. The entries themselves are not shortened.
+pub fn entries(list: impl IntoIterator<Item = impl Display>) -> String {
+    let mut list = list.into_iter();
+    let mut shown: Vec<String> = list.by_ref().take(ENTRIES).map(|entry| entry.to_string()).collect();
+    if list.next().is_some() {
+        shown.push("...".into());
+    }
+    format!("[{}]", shown.join(", "))
 }
 
 fn shown(text: &str) -> Cow<'_, str> {
@@ -148,6 +161,15 @@ mod tests {
         assert_eq!(one_line(&shown), shown);
         let whole = "x".repeat(LONGEST);
         assert_eq!(one_line(&whole), whole);
+    }
+
+    #[test]
+    fn a_list_shows_its_first_eight_entries() {
+        assert_eq!(entries([0i64; 0]), "[]");
+        assert_eq!(entries([2i64, 2, 4, 4]), "[2, 2, 4, 4]");
+        assert_eq!(entries([true; 8]), "[true, true, true, true, true, true, true, true]");
+        assert_eq!(entries(1..=9), "[1, 2, 3, 4, 5, 6, 7, 8, ...]");
+        assert_eq!(entries(0..i64::MAX), "[0, 1, 2, 3, 4, 5, 6, 7, ...]");
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub use blocks::TensorType;
 pub use write::{GgufTensor, Stored, write};
 
 use header::{Header, Reader};
+use rlhf_base::safe_text::{beginning, entries};
 use rlhf_base::{Error, Result, files};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -42,15 +43,15 @@ pub enum Value {
 }
 
 impl Value {
-    /// Names the value for an error message.
+    /// Names the value for an error message. Of numbers and texts in lists it has only the count, since they may be long.
     pub fn brief(&self) -> String {
         match self {
             Value::Integer(n) => n.to_string(),
             Value::Number(x) => x.to_string(),
             Value::Bool(value) => value.to_string(),
-            Value::Text(text) => format!("{:?}", rlhf_base::safe_text::beginning(text, 120)),
-            Value::Integers(list) => format!("a list of {} integers", list.len()),
-            Value::Bools(list) => format!("a list of {} truth values", list.len()),
+            Value::Text(text) => format!("{:?}", beginning(text, 120)),
+            Value::Integers(list) => entries(list),
+            Value::Bools(list) => entries(list),
             Value::Numbers(list) => format!("a list of {} numbers", list.len()),
             Value::Texts(list) => format!("a list of {} texts", list.len()),
         }
@@ -159,7 +160,7 @@ impl Gguf {
         }
         for (name, mut entry) in tensors {
             entry.part = self.parts.len();
-            let shown = rlhf_base::safe_text::beginning(&name, 120).into_owned();
+            let shown = beginning(&name, 120).into_owned();
             if self.tensors.insert(name, entry).is_some() {
                 return Err(Error::invalid(path, format!("the tensor `{shown}` is in another part too")));
             }
@@ -317,5 +318,27 @@ impl Gguf {
             (left, place, filled) = (left - part.len(), place + part.len() as u64, filled + count);
         }
         Ok(tensor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Value;
+
+    #[test]
+    fn a_value_is_named_in_a_few_words() {
+        for (value, shown) in [
+            (Value::Integer(3), "3"),
+            (Value::Number(0.5), "0.5"),
+            (Value::Bool(true), "true"),
+            (Value::Text("a\nb".into()), "\"a\\nb\""),
+            (Value::Integers(vec![2, 2, 4, 4]), "[2, 2, 4, 4]"),
+            (Value::Integers((1..=9).collect()), "[1, 2, 3, 4, 5, 6, 7, 8, ...]"),
+            (Value::Bools(vec![true, false]), "[true, false]"),
+            (Value::Numbers(vec![0.5; 3]), "a list of 3 numbers"),
+            (Value::Texts(vec!["a".into(); 2]), "a list of 2 texts"),
+        ] {
+            assert_eq!(value.brief(), shown);
+        }
     }
 }

@@ -229,17 +229,17 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
         (
             "gpt_oss",
             json!({"swiglu_limit": 7.0, "layer_types": ["full_attention", "sliding_attention"]}),
-            "`layer_types`: expected no window in each 2 layers, and one width, found others",
+            "`layer_types`: expected no window in each 2 layers, and one width, found [none, 5]",
         ),
         (
             "gpt_oss",
             json!({"swiglu_limit": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-            "`rope_parameters`: expected yarn without truncate, and its usual attention_factor, found others",
+            "`rope_parameters`: expected yarn without truncate, and its usual attention_factor, found default (rope_theta = 10000.0)",
         ),
         (
             "gemma4",
             json!({}),
-            "`layer_types`: expected before the layers that share keys one with a window and then one without, found others",
+            "`layer_types`: expected before the layers that share keys one with a window and then one without, found [none, 5]",
         ),
         (
             "gemma4_full",
@@ -247,21 +247,30 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
                 "full_attention": {"rope_type": "default", "rope_theta": 1e4},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             }}),
-            "`rope_parameters`: expected proportional without a factor, and default in layers with windows, found others",
+            "`rope_parameters`: expected proportional without a factor, and default in layers with windows, found default \
+             (rope_theta = 10000.0), and in layers with windows default (rope_theta = 500.0)",
         ),
         (
             "qwen3_5_moe",
             json!({}),
             "`linear_value_head_dim`: expected linear_key_head_dim = 8, as llama.cpp has one width, found 12",
         ),
-        ("qwen3_next", json!({}), "`mlp_only_layers`: expected experts in all layers, as llama.cpp has them"),
+        (
+            "qwen3_next",
+            json!({}),
+            "`mlp_only_layers`: expected experts in all layers, as llama.cpp has them, found none in layer 0",
+        ),
         (
             "lfm2_moe",
             json!({}),
             "`routed_scaling_factor`: expected 1, as llama.cpp has no factor for this type, found 1.5",
         ),
-        ("olmo3", json!({}), "`layer_types`: expected no window in each 4 layers, and one width, found others"),
-        ("mistral", json!({}), "expected attention without windows, which llama.cpp does not apply to this type"),
+        ("olmo3", json!({}), "`layer_types`: expected no window in each 4 layers, and one width, found [5, none]"),
+        (
+            "mistral",
+            json!({}),
+            "expected attention without windows, which llama.cpp does not apply to this type, found windows of 5",
+        ),
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let (folder, out) = (scratch.path().join("folder"), scratch.path().join("out.gguf"));
@@ -272,14 +281,19 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
     }
     // Of a model with a layer without a window after three with one.
     for (settings, message) in [
-        (json!({"rope_parameters": olmo3_rope(1.25, 5e5)}), "`rope_parameters`: expected yarn with its usual"),
+        (
+            json!({"rope_parameters": olmo3_rope(1.25, 5e5)}),
+            "`rope_parameters`: expected yarn with its usual attention_factor or default, and default with the same base in \
+             layers with windows, found yarn (truncate = true, attention_factor = 1.25, rope_theta = 500000.0), and in layers \
+             with windows default (rope_theta = 500000.0)",
+        ),
         (
             json!({"rope_parameters": olmo3_rope(1.138_629_436_111_989, 1e4)}),
-            "`rope_parameters`: expected yarn with its",
+            "rope_theta = 500000.0), and in layers with windows default (rope_theta = 10000.0)",
         ),
         (
             json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
-            "`layer_types`: expected no window in each 4",
+            "`layer_types`: expected no window in each 4 layers, and one width, found [5, none, 5, none]",
         ),
     ] {
         let scratch = tempfile::tempdir().unwrap();
@@ -296,13 +310,13 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
 #[test]
 fn damaged_settings_of_these_families_are_refused_by_key() {
     type Change = fn(&mut Metadata, &mut Tensors);
-    let cases: [(&str, Change, &str); 16] = [
+    let cases: [(&str, Change, &str); 19] = [
         (
             "gpt-oss",
             |metadata, _| {
                 drop(metadata.insert("gpt-oss.attention.sliding_window_pattern".into(), GgufValue::Integer(3)));
             },
-            "`gpt-oss.attention.sliding_window_pattern`: expected windows in all layers but each 2, found others",
+            "`gpt-oss.attention.sliding_window_pattern`: expected windows in all layers but each 2, found 3",
         ),
         (
             "gpt-oss",
@@ -358,12 +372,12 @@ fn damaged_settings_of_these_families_are_refused_by_key() {
                 let widths = GgufValue::Integers(vec![32, 32, 48, 64, 64]);
                 metadata.insert("gemma4.feed_forward_length".into(), widths);
             },
-            "`gemma4.feed_forward_length`: expected one width, or twice in layers that share keys, found others",
+            "`gemma4.feed_forward_length`: expected one width, or twice in layers that share keys, found 48 in layer 2",
         ),
         (
             "gemma4",
             |_, tensors| drop(tensors.get_mut("rope_freqs.weight").unwrap().fill_(2.0)),
-            "tensor `rope_freqs.weight`: expected 16 divisors, 1 and then 1e30, found others",
+            "tensor `rope_freqs.weight`: expected 16 divisors, 1 and then 1e30, found 2.0 at index 0",
         ),
         (
             "gemma4",
@@ -375,12 +389,34 @@ fn damaged_settings_of_these_families_are_refused_by_key() {
             |metadata, _| {
                 metadata.insert("gemma4.attention.head_count_kv".into(), GgufValue::Integers(vec![2, 1, 1]));
             },
-            "`gemma4.attention.head_count_kv`: expected one number for all layers of a kind, found others",
+            "`gemma4.attention.head_count_kv`: expected one number for all layers of a kind, found 2 and 1",
+        ),
+        (
+            "gemma4_moe",
+            |metadata, _| {
+                metadata.insert("gemma4.attention.head_count_kv".into(), GgufValue::Integers(vec![2, 0, 1]));
+            },
+            "`gemma4.attention.head_count_kv`: expected an integer from 1 for each of 3 layers, found 0 in layer 1",
+        ),
+        (
+            "gemma4_moe",
+            |metadata, _| {
+                metadata.insert("gemma4.attention.head_count_kv".into(), GgufValue::Integers(vec![2; 4]));
+            },
+            "`gemma4.attention.head_count_kv`: expected an integer from 1 for each of 3 layers, found 4",
         ),
         (
             "lfm2moe",
             |metadata, _| drop(metadata.insert("lfm2moe.expert_gating_func".into(), GgufValue::Integer(1))),
             "`lfm2moe.expert_gating_func`: expected 2, the sigmoid, found 1",
+        ),
+        (
+            "olmo3",
+            |metadata, _| {
+                let windows = GgufValue::Bools(vec![true, false, true, false]);
+                metadata.insert("olmo2.attention.sliding_window_pattern".into(), windows);
+            },
+            "`olmo2.attention.sliding_window_pattern`: expected windows in all layers but each 4, found none in layer 1",
         ),
         (
             "olmo3",

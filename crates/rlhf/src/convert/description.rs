@@ -9,7 +9,7 @@ use super::forms::{
     ATTENTION_SCALE, EMBEDDING_SCALE, Form, LOGIT_SCALE, NEXTN, RESIDUAL_SCALE, SHARED_KEYS, listed, numbered,
 };
 use rlhf_base::Result;
-use rlhf_base::safe_text::beginning;
+use rlhf_base::safe_text::{beginning, entries};
 use rlhf_lm::gguf::{Gguf, Value as Meta};
 use serde_json::{Map, Value, json};
 use tch::Kind;
@@ -168,12 +168,14 @@ impl Settings<'_> {
             Some(name) => {
                 Err(self.file.error(format!("`{prefix}{}`: this setting is not supported", beginning(name, 120))))
             }
-            None if !self.form.has_experts() && self.optional("expert_count")?.is_some_and(|count| count > 0) => {
-                Err(self
-                    .file
-                    .error(format!("`{prefix}expert_count`: expected 0, as this architecture is read without experts")))
-            }
-            None => Ok(()),
+            None if self.form.has_experts() => Ok(()),
+            None => match self.optional("expert_count")?.filter(|count| *count > 0) {
+                None => Ok(()),
+                Some(found) => {
+                    let expected = "expected 0, as this architecture is read without experts";
+                    Err(self.file.error(format!("`{prefix}expert_count`: {expected}, found {found}")))
+                }
+            },
         }
     }
 
@@ -204,7 +206,10 @@ impl Settings<'_> {
         match self.file.metadata().get(&key) {
             Some(Meta::Integers(all)) if self.architecture == "gemma4" => match all.first() {
                 Some(first @ 1..=0x1000_0000) => Ok(Some(*first)),
-                _ => Err(self.file.error(format!("`{key}`: expected integers from 1 to {}, found others", 1 << 28))),
+                _ => {
+                    let (most, found) = (1 << 28, entries(all));
+                    Err(self.file.error(format!("`{key}`: expected integers from 1 to {most}, found {found}")))
+                }
             },
             _ => Ok(Some(self.size(NAME)?)),
         }
@@ -251,10 +256,12 @@ impl Settings<'_> {
         }
         let all = self.file.integers(&key)?.unwrap_or_default();
         let most = all.iter().copied().max().unwrap_or(0);
-        if !(1..=1 << 28).contains(&most) || all.iter().any(|n| ![0, most].contains(n)) {
+        let other = all.iter().find(|n| ![0, most].contains(*n));
+        if !(1..=1 << 28).contains(&most) || other.is_some() {
+            let found = other.map_or_else(|| entries(all), |other| format!("{other} and {most}"));
             return Err(self
                 .file
-                .error(format!("`{key}`: expected 0 or one number of heads for each layer, found others")));
+                .error(format!("`{key}`: expected 0 or one number of heads for each layer, found {found}")));
         }
         let kind = |n: &i64| if *n == 0 { "conv" } else { "full_attention" };
         Ok((most, Some(json!(all.iter().map(kind).collect::<Vec<_>>()))))
@@ -348,8 +355,10 @@ impl Settings<'_> {
         };
         // Powers of two from 64 to 2^20.
         let original = (6..=20).map(|power| f64::from(1 << power)).find(fits).ok_or_else(|| {
-            self.file
-                .error(format!("tensor `{ROPE_FACTORS}`: expected the factors of Llama 3.1's scaling, found others"))
+            // The form of numbers that has exponents, so that none is long.
+            let found = entries(factors.iter().map(|factor| format!("{factor:?}")));
+            let expected = format!("expected the {} factors of Llama 3.1's scaling", head_dim / 2);
+            self.file.error(format!("tensor `{ROPE_FACTORS}`: {expected}, found {}: {found}", factors.len()))
         })?;
         Ok(json!({
             "rope_type": "llama3", "factor": f64::from(largest), "low_freq_factor": LOW, "high_freq_factor": HIGH,

@@ -3,6 +3,7 @@
 mod extras;
 mod gemma4;
 mod mix;
+mod shown;
 mod tokens;
 
 use super::forms::{
@@ -144,27 +145,28 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
         return Err(Error::invalid(dir, "expected plain weights, found those of bitsandbytes"));
     }
     let rotated = |layer: usize| config.family.name != "smollm3" || !(layer + 1).is_multiple_of(4);
-    let usual = config.layer_ropes.iter().enumerate().all(|(layer, rope)| rope.is_some() == rotated(layer));
     let (activation, expected) = match config.family.name {
         "gemma2" | "gemma3_text" | "gemma4_text" => (Activation::GeluTanh, "gelu_pytorch_tanh"),
         _ => (Activation::Silu, "silu"),
     };
-    if !usual || config.activation != activation {
-        let message = format!(
-            "expected the non-linearity {expected}, and layers without positions where llama.cpp has them, found others"
-        );
-        return Err(Error::invalid(dir, message));
+    if config.activation != activation {
+        let found = shown::activation(config.activation);
+        return Err(Error::invalid(dir, format!("expected the non-linearity {expected}, found {found}")));
+    }
+    let ropes = &config.layer_ropes;
+    if let Some(layer) = (0..ropes.len()).find(|layer| ropes[*layer].is_some() != rotated(*layer)) {
+        let found = if ropes[layer].is_some() { "with" } else { "without" };
+        let expected = "expected layers without positions where llama.cpp has them";
+        return Err(Error::invalid(dir, format!("{expected}, found layer {layer} {found} positions")));
     }
     if matches!(config.mixing, Some(Mixing::ShortConv { bias: true, .. })) {
         return Err(Error::invalid(dir, "expected convolutions without biases, which llama.cpp's files lack"));
     }
-    let has_windows = config.windows.iter().any(Option::is_some);
+    let window = config.windows.iter().flatten().next();
     let may_have = ["gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3"].contains(&config.family.name);
-    if has_windows && !may_have {
-        return Err(Error::invalid(
-            dir,
-            "expected attention without windows, which llama.cpp does not apply to this type",
-        ));
+    if let Some(window) = window.filter(|_| !may_have) {
+        let expected = "expected attention without windows, which llama.cpp does not apply to this type";
+        return Err(Error::invalid(dir, format!("{expected}, found windows of {window}")));
     }
     extras::check(config, dir)
 }

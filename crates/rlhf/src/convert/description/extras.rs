@@ -140,13 +140,17 @@ impl Settings<'_> {
         let period = if self.form.model_type == "gpt_oss" { 2 } else { 4 };
         let usual: Vec<bool> = (1..=layers).map(|number| number % period != 0).collect();
         let key = self.key(PATTERN);
-        let fits = match self.file.metadata().get(&key) {
-            None => true,
-            Some(Meta::Integer(found)) => *found == period,
-            Some(_) => self.by_layer(PATTERN, layers)?.is_some_and(|found| found == usual),
+        let other = match self.file.metadata().get(&key) {
+            None => None,
+            Some(Meta::Integer(found)) => (*found != period).then(|| found.to_string()),
+            Some(_) => {
+                let found = self.by_layer(PATTERN, layers)?.unwrap_or_default();
+                let layer = found.iter().zip(&usual).position(|(found, usual)| found != usual);
+                layer.map(|layer| format!("{} in layer {layer}", if found[layer] { "one" } else { "none" }))
+            }
         };
-        if !fits {
-            let message = format!("`{key}`: expected windows in all layers but each {period}, found others");
+        if let Some(found) = other {
+            let message = format!("`{key}`: expected windows in all layers but each {period}, found {found}");
             return Err(self.file.error(message));
         }
         let kind = |local: &bool| if *local { "sliding_attention" } else { "full_attention" };
@@ -233,12 +237,21 @@ impl Settings<'_> {
         Ok(all)
     }
 
+    /// The settings of YaRN; refuses another scaling.
+    fn only_yarn(&self, scaling: Option<Value>) -> Result<Value> {
+        match scaling {
+            Some(scaling) if scaling["rope_type"] == "yarn" => Ok(scaling),
+            other => {
+                let found = other.as_ref().and_then(|scaling| scaling["rope_type"].as_str()).unwrap_or("none");
+                let key = self.key("rope.scaling.type");
+                Err(self.file.error(format!("`{key}`: expected yarn, found {found}")))
+            }
+        }
+    }
+
     /// YaRN with all its settings, of gpt-oss and OLMo 3.
     fn whole_yarn(&self, theta: f64, scaling: Option<Value>) -> Result<Value> {
-        let key = self.key("rope.scaling.type");
-        let Some(mut all) = scaling.filter(|scaling| scaling["rope_type"] == "yarn") else {
-            return Err(self.file.error(format!("`{key}`: expected yarn, found another type or none")));
-        };
+        let mut all = self.only_yarn(scaling)?;
         let factor = self.required("rope.scaling.factor")?;
         let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
         let key = self.key(ANGLE_FACTOR);
@@ -268,10 +281,7 @@ impl Settings<'_> {
 
     /// Ministral 3's YaRN, and the growth of its queries.
     fn growth(&self, theta: f64, scaling: Option<Value>) -> Result<Value> {
-        let key = self.key("rope.scaling.type");
-        let Some(mut all) = scaling.filter(|scaling| scaling["rope_type"] == "yarn") else {
-            return Err(self.file.error(format!("`{key}`: expected yarn, found another type or none")));
-        };
+        let mut all = self.only_yarn(scaling)?;
         let number =
             |name: &str, default: f64| -> Result<f64> { Ok(self.file.number(&self.key(name))?.unwrap_or(default)) };
         let multiplier = number(LOG_MULTIPLIER, 1.0)?;

@@ -74,8 +74,10 @@ impl Settings<'_> {
         let Some(Meta::Integers(all)) = self.file.metadata().get(&key) else {
             return Ok(vec![self.optional(name)?.unwrap_or(default); layers]);
         };
-        if all.len() != layers || all.iter().any(|n| !(1..=1 << 28).contains(n)) {
-            let message = format!("`{key}`: expected an integer from 1 for each of {layers} layers, found others");
+        let wrong = all.iter().position(|n| !(1..=1 << 28).contains(n));
+        if all.len() != layers || wrong.is_some() {
+            let found = wrong.map_or_else(|| all.len().to_string(), |layer| format!("{} in layer {layer}", all[layer]));
+            let message = format!("`{key}`: expected an integer from 1 for each of {layers} layers, found {found}");
             return Err(self.file.error(message));
         }
         Ok(all.clone())
@@ -84,14 +86,16 @@ impl Settings<'_> {
     /// The one number of `all` among the layers with a window, or without.
     fn of_kind(&self, all: &[i64], local: &[bool], kind: bool, name: &str) -> Result<Option<i64>> {
         let mut found = all.iter().zip(local).filter(|(_, local)| **local == kind).map(|(n, _)| *n);
-        let first = found.next();
-        if found.any(|n| Some(n) != first) {
-            let key = self.key(name);
-            return Err(self
-                .file
-                .error(format!("`{key}`: expected one number for all layers of a kind, found others")));
+        let Some(first) = found.next() else { return Ok(None) };
+        match found.find(|n| *n != first) {
+            None => Ok(Some(first)),
+            Some(other) => {
+                let key = self.key(name);
+                let message =
+                    format!("`{key}`: expected one number for all layers of a kind, found {first} and {other}");
+                Err(self.file.error(message))
+            }
         }
-        Ok(first)
     }
 
     /// The number of key heads in layers with windows; without such layers, in the others.
@@ -121,10 +125,10 @@ impl Settings<'_> {
         let widths = self.numbers_by_layer(WIDTHS, layers, 0)?;
         let is_wide = shared > 0 && widths[own..].iter().all(|width| *width == 2 * widths[0]);
         let expected = |layer: usize| if is_wide && layer >= own { 2 * widths[0] } else { widths[0] };
-        if widths.iter().enumerate().any(|(layer, width)| *width != expected(layer)) {
-            let key = self.key(WIDTHS);
-            let message = format!("`{key}`: expected one width, or twice in layers that share keys, found others");
-            return Err(self.file.error(message));
+        if let Some(layer) = (0..layers).find(|layer| widths[*layer] != expected(*layer)) {
+            let (key, found) = (self.key(WIDTHS), widths[layer]);
+            let expected = "expected one width, or twice in layers that share keys";
+            return Err(self.file.error(format!("`{key}`: {expected}, found {found} in layer {layer}")));
         }
         let kind = |local: &bool| if *local { "sliding_attention" } else { "full_attention" };
         let vocab = self.file.tensors().get("per_layer_token_embd.weight").map(|entry| entry.shape[0]);
@@ -143,12 +147,13 @@ impl Settings<'_> {
         all.extend(vocab.map(|rows| ("vocab_size_per_layer_input".to_string(), json!(rows))));
         let differ = full_heads.filter(|_| values_are_keys);
         all.extend(differ.map(|heads| ("num_global_key_value_heads".to_string(), json!(heads))));
-        if !values_are_keys && full_heads.is_some_and(|heads| heads != self.local_heads(sizes.heads).unwrap_or(heads)) {
-            let message = format!(
-                "`{}`: expected one number for all layers, whose values are not the keys, found others",
-                self.key(KEY_HEADS)
-            );
-            return Err(self.file.error(message));
+        if let Some(full) = full_heads.filter(|_| !values_are_keys) {
+            let local = self.local_heads(sizes.heads)?;
+            if full != local {
+                let key = self.key(KEY_HEADS);
+                let expected = "expected one number for all layers, whose values are not the keys";
+                return Err(self.file.error(format!("`{key}`: {expected}, found {local} and {full}")));
+            }
         }
         Ok(all)
     }
@@ -159,10 +164,12 @@ impl Settings<'_> {
         let width = self.size("attention.key_length")?;
         let divisors = Vec::<f32>::try_from(self.file.read(ROPE_FACTORS, Kind::Float)?.f_view([-1])?)?;
         let angles = divisors.iter().take_while(|divisor| **divisor == 1.0).count();
-        if 2 * divisors.len() as i64 != width || divisors[angles..].iter().any(|divisor| *divisor < HUGE) {
-            let message =
-                format!("tensor `{ROPE_FACTORS}`: expected {} divisors, 1 and then 1e30, found others", width / 2);
-            return Err(self.file.error(message));
+        let wrong = divisors.iter().skip(angles).position(|divisor| *divisor < HUGE).map(|after| angles + after);
+        if 2 * divisors.len() as i64 != width || wrong.is_some() {
+            let found =
+                wrong.map_or_else(|| divisors.len().to_string(), |at| format!("{:?} at index {at}", divisors[at]));
+            let expected = format!("expected {} divisors, 1 and then 1e30", width / 2);
+            return Err(self.file.error(format!("tensor `{ROPE_FACTORS}`: {expected}, found {found}")));
         }
         let local = self.file.number(&self.key(LOCAL_BASE))?.unwrap_or(10_000.0);
         let mut share = 2.0 * angles as f64 / width as f64;

@@ -6,6 +6,7 @@ use super::super::forms::{
     INTERVAL, Keys, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, SCORE_CAP, SECTIONS, SHARED_WIDTH, SIGMOID,
     SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW, Wrong,
 };
+use super::shown;
 use rlhf_base::weights::read_json;
 use rlhf_base::{Error, Result};
 use rlhf_lm::gguf::Value;
@@ -44,7 +45,8 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
                 return wrong("linear_value_head_dim", &expected, &delta.value_dim);
             }
             if interval(config).is_none() {
-                return wrong("layer_types", "full_attention in each so many layers", &"another order");
+                let found = shown::kinds(&config.mixes);
+                return wrong("layer_types", "full_attention in each so many layers", &found);
             }
         }
         "gemma2" | "gemma3_text" => {
@@ -65,11 +67,8 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
                 // All published models have no `truncate`.
                 scaling @ RopeScaling::Yarn { truncate: false, .. } if has_usual_angle_factor(scaling) => {}
                 _ => {
-                    return wrong(
-                        "rope_parameters",
-                        "yarn without truncate, and its usual attention_factor",
-                        &"others",
-                    );
+                    let expected = "yarn without truncate, and its usual attention_factor";
+                    return wrong("rope_parameters", expected, &shown::ropes(&config.ropes));
                 }
             }
             check_untied(config, &wrong)?;
@@ -83,7 +82,7 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
             RopeScaling::Yarn { attention_factor, truncate: true, .. } if (attention_factor - 1.0).abs() < 1e-9 => {}
             _ => {
                 let expected = "yarn with truncate, and equal mscale and mscale_all_dim, as llama.cpp computes it";
-                return wrong("rope_parameters", expected, &"others");
+                return wrong("rope_parameters", expected, &shown::ropes(&config.ropes));
             }
         },
         _ => {}
@@ -130,7 +129,7 @@ fn check_olmo3(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
     }
     let expected =
         "yarn with its usual attention_factor or default, and default with the same base in layers with windows";
-    wrong("rope_parameters", expected, &"others")
+    wrong("rope_parameters", expected, &shown::ropes(&config.ropes))
 }
 
 fn check_untied(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
@@ -144,7 +143,10 @@ fn check_untied(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
 fn check_windows(config: &ModelConfig, period: i64, wrong: Wrong<'_>) -> Result<()> {
     match pattern(config) {
         Some(found) if found == period => Ok(()),
-        _ => wrong("layer_types", &format!("no window in each {period} layers, and one width"), &"others"),
+        _ => {
+            let expected = format!("no window in each {period} layers, and one width");
+            wrong("layer_types", &expected, &shown::windows(&config.windows))
+        }
     }
 }
 
@@ -156,9 +158,10 @@ fn check_experts(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
         return if needs { wrong("num_experts", "experts", &"none") } else { Ok(()) };
     };
     let dense = experts.layers.iter().take_while(|has_experts| !**has_experts).count();
-    let is_split = experts.layers[dense..].iter().all(|has_experts| *has_experts);
-    if dense > 0 && name != "lfm2_moe" || !is_split {
-        return wrong("mlp_only_layers", "experts in all layers, as llama.cpp has them", &"other layers");
+    let first = if name == "lfm2_moe" { dense } else { 0 };
+    if let Some(after) = experts.layers.iter().skip(first).position(|has_experts| !*has_experts) {
+        let found = format!("none in layer {}", first + after);
+        return wrong("mlp_only_layers", "experts in all layers, as llama.cpp has them", &found);
     }
     if !experts.normalized {
         return wrong("norm_topk_prob", "true, as llama.cpp computes it", &false);
@@ -186,7 +189,7 @@ fn check_gemma(config: &ModelConfig, is_second: bool, wrong: Wrong<'_>) -> Resul
     let pattern = pattern(config);
     if pattern.is_none() || is_second && pattern != Some(2) {
         let expected = if is_second { "windows in every other layer" } else { "no window in each so many layers" };
-        return wrong("layer_types", &format!("{expected}, and one width"), &"others");
+        return wrong("layer_types", &format!("{expected}, and one width"), &shown::windows(&config.windows));
     }
     if is_second {
         for (key, cap) in
@@ -208,7 +211,7 @@ fn check_gemma(config: &ModelConfig, is_second: bool, wrong: Wrong<'_>) -> Resul
     let is_known = matches!(config.ropes[0].scaling, RopeScaling::Default | RopeScaling::Linear { .. });
     if !by_window || !is_plain || !is_known {
         let expected = "a rope type of default or linear, and default in layers with windows";
-        return wrong("rope_parameters", expected, &"others");
+        return wrong("rope_parameters", expected, &shown::ropes(&config.ropes));
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ use super::super::forms::{
     Keys, LAYER_INPUT, LOCAL_BASE, LOCAL_KEY, LOCAL_ROTATED, LOCAL_VALUE, LOGIT_CAP, PATTERN, SHARED_KEYS, WINDOW,
     Wrong,
 };
+use super::shown;
 use rlhf_base::Result;
 use rlhf_lm::gguf::Value;
 use rlhf_lm::model::{ModelConfig, RopeScaling};
@@ -25,7 +26,7 @@ pub(super) fn check(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
         && matches!(full.scaling, RopeScaling::Proportional { factor: 1.0, .. }));
     if !fits {
         let expected = "proportional without a factor, and default in layers with windows";
-        return wrong("rope_parameters", expected, &"others");
+        return wrong("rope_parameters", expected, &shown::ropes(ropes));
     }
     let first = first_shared(config);
     for (layer, shape) in config.layer_shapes.iter().enumerate().skip(first) {
@@ -33,7 +34,7 @@ pub(super) fn check(config: &ModelConfig, wrong: Wrong<'_>) -> Result<()> {
         let source = first.checked_sub(if config.windows[layer].is_some() { 2 } else { 1 });
         if shape.keys_from != source {
             let expected = "before the layers that share keys one with a window and then one without";
-            return wrong("layer_types", expected, &"others");
+            return wrong("layer_types", expected, &shown::windows(&config.windows[first.saturating_sub(2)..first]));
         }
     }
     if let Some(inputs) = config.layer_inputs.filter(|inputs| inputs.vocab_size != config.vocab_size) {
