@@ -604,18 +604,22 @@ def settings():
     """Clippy compiles the workspace's own crates; dependencies are compiled by rustc, once for clippy's builds and all others."""
     os.environ.update(RUSTC_WORKSPACE_WRAPPER="clippy-driver", CLIPPY_ARGS="-Dwarnings")
     os.environ.setdefault("CARGO_TERM_COLOR", "never" if not sys.stdout.isatty() else "auto")
+    if os.environ.get("CI") == "true":
+        # Everything is compiled and installed once: files for the next time would only take gigabytes of disk.
+        os.environ.update(CARGO_INCREMENTAL="0", PIP_NO_CACHE_DIR="1")
 
 
 def shared_target():
     """On CI, compiled dependencies are kept beside the other caches, one folder for each Cargo.lock and compiler.
+
+    Called after scripts/setup.sh, which removes torch-sys from the target folder when it puts a libtorch into a checkout: all checkouts
+    have the same one.
 
     Returns the lock that keeps others from replacing the programs while they are tested; where another run has it, the checkout's
     own folder is used.
     """
     if os.environ.get("CI") != "true" or "CARGO_TARGET_DIR" in os.environ:
         return None
-    # Everything is compiled and installed once: files for the next time would only take gigabytes of disk.
-    os.environ.update(CARGO_INCREMENTAL="0", PIP_NO_CACHE_DIR="1")
     version = subprocess.run(["rustc", "-vV"], capture_output=True, cwd=ROOT).stdout
     key = hashlib.sha256(version + b"".join((ROOT / name).read_bytes() for name in ("Cargo.lock", "Cargo.toml", "scripts/setup.sh")))
     folder = CACHE / f"target-{key.hexdigest()[:16]}"
@@ -630,6 +634,9 @@ def shared_target():
         if other != folder:
             subprocess.run(["rm", "-rf", str(other)])
     os.environ["CARGO_TARGET_DIR"] = str(folder)
+    if "LIBTORCH" not in os.environ:
+        # The path that all checkouts have: torch-sys is built again where it changes.
+        os.environ.update({"LIBTORCH": str(folder) for folder in CACHE.glob("libtorch-*/torch")})
     return lock
 
 
@@ -683,17 +690,15 @@ def main():
     always, parts, skipped = chosen(options.what)
     commit = git("rev-parse", "HEAD")
     settings()
-    lock = shared_target()  # held until this process ends
     run = Run()
     for part, why in parts:
         print(f"due: {part.name} ({why})")
+    run.step(*ALWAYS[0])
+    lock = shared_target()  # held until this process ends
     wait = environments([part for part, _ in parts])
-    for name, command in ALWAYS if always else ALWAYS[:1]:
-        if not run.step(name, command):
+    for name, command in ALWAYS[1:] if always else ():
+        if run.failed or not run.step(name, command):
             break
-        if lock and "LIBTORCH" not in os.environ:
-            # The path that all checkouts have: torch-sys is built again where it changes.
-            os.environ.update({"LIBTORCH": str(folder) for folder in CACHE.glob("libtorch-*/torch")})
     if not run.failed:
         seconds, failures = wait()
         if seconds > 1:
