@@ -9,7 +9,8 @@
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
 it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
-Two parts run at a time, the longest first, and so do the last checks of every change; the output of each comes when it ends. In the end comes
+Two commands of parts run at a time, those of the longest part first, and so do the last checks of every change; the output of each comes when it
+ends. In the end comes
 a table with the minutes of each step, then the closing lines of the test programs.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
@@ -69,6 +70,7 @@ class Part:
     tests: tuple = ()
     # Names of `#[ignore]`d integration tests.
     ignored: tuple = ()
+    # In any order, two at a time.
     commands: tuple = ()
     # Python environments that the commands need: names of PYTHON.
     python: tuple = ()
@@ -370,7 +372,7 @@ PARTS = (
         minutes=3,
         commands=(
             *(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
-            "cargo build --workspace --locked --example tool_turns",
+            "cargo build --workspace --locked --example tool_turns && "
             '.venv-interop/bin/python tests/interop/tools.py "${CARGO_TARGET_DIR:-target}/debug/examples/tool_turns"',
         ),
         python=("interop",),
@@ -543,17 +545,11 @@ class Run:
             self.failed |= not passed
         return passed
 
-    def beside(self, jobs):
-        """Runs pairs of a name and its commands, LANES at a time."""
-
-        def run_job(job):
-            name, commands = job
-            for command in commands:
-                self.step(name, command, at_once=LANES == 1)
-
+    def beside(self, steps):
+        """Runs pairs of a name and a command, LANES at a time."""
         with ThreadPoolExecutor(LANES) as lanes:
             # The values are asked for, as an exception of a lane comes with its value.
-            list(lanes.map(run_job, jobs))
+            list(lanes.map(lambda step: self.step(*step, at_once=LANES == 1), steps))
         self.join_rows()
 
     def join_rows(self):
@@ -703,14 +699,14 @@ def main():
         seconds, failures = wait()
         if seconds > 1:
             run.rows.append(Row("Python environments", seconds, "beyond the build"))
-        jobs = [(name, (command,)) for name, command in ALWAYS_BESIDE] if always else []
+        steps = list(ALWAYS_BESIDE) if always else []
         for part, _ in sorted(parts, key=lambda pair: -pair[0].minutes):
             if missing := [name for name in part.python if name in failures]:
                 run.rows.append(Row(part.name, None, f"FAILED: no Python environment {missing[0]}"))
                 run.failed = True
             else:
-                jobs.append((part.name, part.steps()))
-        run.beside(jobs)
+                steps += [(part.name, command) for command in part.steps()]
+        run.beside(steps)
     for part, why in skipped:
         run.rows.append(Row(part.name, None, f"skipped, {why}: make test-part PART={part.name}"))
     run.summary()

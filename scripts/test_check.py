@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import unittest
+import unittest.mock
 
 import check
 from check import ALWAYS, ALWAYS_BESIDE, KEPT, PARTS, ROOT
@@ -101,27 +102,26 @@ class Complete(unittest.TestCase):
 
 
 class Lanes(unittest.TestCase):
-    def beside(self, **jobs):
+    def beside(self, *steps):
         run = check.Run()
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            run.beside(jobs.items())
+            run.beside(steps)
         return run, output.getvalue()
 
-    def test_each_command_of_all_jobs_runs_and_a_failed_one_fails_the_run(self):
-        run, output = self.beside(a=("echo one", "false", "echo two"), b=("echo '3 passed, 0 failed'",), c=("true",))
+    def test_each_step_runs_and_a_failed_one_fails_the_run(self):
+        run, output = self.beside(("a", "echo one"), ("a", "false"), ("a", "echo two"), ("b", "echo '3 passed, 0 failed'"), ("c", "true"))
         self.assertTrue(run.failed)
         self.assertEqual({row.name: row.note for row in run.rows}, {"a": "FAILED", "b": "", "c": ""})
         self.assertEqual(run.closing, [("b", "3 passed, 0 failed")])
         self.assertTrue("\none\n" in output and "\ntwo\n" in output, output)
-        self.assertFalse(self.beside(c=("true",))[0].failed)
+        self.assertFalse(self.beside(("c", "true"))[0].failed)
 
-    def test_an_exception_of_a_job_ends_the_run(self):
-        def broken():
+    def test_an_exception_of_a_step_ends_the_run(self):
+        def broken(name, command, at_once):
             raise OSError("no bash")
-            yield
 
-        with self.assertRaisesRegex(OSError, "no bash"):
-            self.beside(a=broken(), b=("true",))
+        with unittest.mock.patch.object(check.Run, "step", side_effect=broken), self.assertRaisesRegex(OSError, "no bash"):
+            self.beside(("a", "true"), ("b", "true"))
 
 
 class Built(unittest.TestCase):
