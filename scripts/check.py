@@ -9,9 +9,8 @@
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
 it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
-Two commands of parts run at a time, those of the longest part first, and so do the last checks of every change; the output of each comes when it
-ends. In the end comes
-a table with the minutes of each step, then the closing lines of the test programs.
+Two commands of parts run at a time, those of the longest part first, after the last checks of every change; the output of each comes when
+it ends. In the end comes a table with the minutes of each step, then the closing lines of the test programs.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
 """
@@ -119,7 +118,7 @@ PARTS = (
         paths=(f"{BASE}dist*", f"{LM}model/shard*", f"{LM}model/body.rs", f"{LM}optim*", f"{SRC}rl/learner.rs", f"{SRC}train/*",
                f"{TESTS}distributed*", f"{TESTS}sharding.rs", f"{TESTS}rank_rows.rs", "crates/tch-ext/"),
         turn=3,
-        minutes=2.7,
+        minutes=3,
         tests=("distributed::", "sharding::", "rank_rows::", "by_2_ranks", "by_2_and_4_ranks",
                "replay::an_update_of_two_ranks", "push::of_several_ranks"),
     ),
@@ -128,7 +127,7 @@ PARTS = (
         "`rlhf launch`: restarts, signals, ranks that fail or hang",
         paths=(f"{CLI}cli/launch*", f"{BASE}dist*", f"{BASE}signals*", f"{BASE}process*", f"{TESTS}launch.rs", f"{TESTS}distributed/"),
         turn=3,
-        minutes=0.6,
+        minutes=0.5,
         tests=("launch::",),
     ),
     Part(
@@ -137,7 +136,7 @@ PARTS = (
         paths=(f"{SRC}run/*", f"{SRC}run.rs", f"{BASE}offload*", f"{LM}optim*", f"{SRC}train/*", f"{SRC}data/*", f"{TESTS}checkpoint.rs",
                f"{TESTS}offload.rs"),
         turn=4,
-        minutes=0.6,
+        minutes=0.7,
         tests=("checkpoint::a_run_of_", "checkpoint::a_run_with_", "checkpoint::a_run_whose_kl", "checkpoint::a_run_whose_entropy",
                "checkpoint::a_run_over_", "checkpoint::a_run_in_f16", "checkpoint::a_run_whose_weights", "checkpoint::sft_and_a_reward_model_resume",
                "checkpoint::an_adapter_on", "checkpoint::each_input_of_", "offload::"),
@@ -148,7 +147,7 @@ PARTS = (
         paths=(f"{SRC}run/checkpoint*", f"{SRC}run/session.rs", f"{BASE}files*", f"{BASE}weights*", f"{BASE}dist/*", f"{TESTS}attack/faults*",
                f"{TESTS}attack/ranks*"),
         turn=4,
-        minutes=2.3,
+        minutes=2,
         tests=("checkpoint::a_run_killed_at_random_moments", "attack::faults::", "attack::ranks::"),
         ignored=("a_run_killed_fifty_times",),
     ),
@@ -157,8 +156,8 @@ PARTS = (
         "damaged files, folders, templates, rewards, checkpoints and hubs, from fixed seeds",
         paths=(f"{LM}model/config*", f"{LM}tokenizer*", f"{SRC}reward*", f"{SRC}data/*", f"{BASE}weights*", f"{LM}gguf*", f"{BASE}safe_text*",
                f"{SRC}run/checkpoint*", f"{CLI}serve*", "crates/hub/", f"{TESTS}attack*", f"{CLI}cli/yaml.rs"),
-        turn=2,
-        minutes=1.6,
+        turn=0,
+        minutes=1.5,
         tests=("attack::files::", "attack::folders::", "attack::memory::", "attack::rewards::", "hub::hostile"),
         commands=(f"{BUILD} --lib -- attack::",),
     ),
@@ -177,7 +176,7 @@ PARTS = (
         paths=(f"{BASE}weights*", f"{BASE}device*", f"{LM}model/*", f"{LM}optim*", f"{SRC}data/*", f"{SRC}run/ends.rs", f"{TESTS}formats.rs", f"{TESTS}data.rs",
                f"{TESTS}optimizers.rs"),
         turn=3,
-        minutes=0.3,
+        minutes=0.4,
         tests=("formats::", "data::", "optimizers::"),
     ),
     Part(
@@ -192,8 +191,8 @@ PARTS = (
         "pipeline",
         "`rlhf pipeline`, `rlhf doctor`, `rlhf watch`",
         paths=(f"{SRC}train/pipeline.rs", f"{CLI}cli/pipeline*", f"{SRC}settings/pipeline*", f"{CLI}doctor*", f"{CLI}watch*", f"{SRC}report*", f"{TESTS}pipeline.rs"),
-        turn=1,
-        minutes=0.3,
+        turn=0,
+        minutes=0.4,
         tests=("pipeline::", "doctor::", "watch::"),
     ),
     Part(
@@ -209,15 +208,15 @@ PARTS = (
         "plans against the measured peaks of runs",
         paths=(f"{SRC}plan*", f"{SRC}settings/plan*", f"{LM}model/described.rs", f"{LM}optim*", f"{TESTS}plan.rs"),
         turn=1,
-        minutes=2.5,
+        minutes=2.9,
         tests=("plan::",),
     ),
     Part(
         "eval",
         "`rlhf eval` and its judges",
         paths=(f"{SRC}eval*", f"{CLI}cli/eval*", f"{SRC}settings/evaluate*", f"{SRC}reward/*", f"{TESTS}eval.rs"),
-        turn=1,
-        minutes=0.4,
+        turn=0,
+        minutes=0.3,
         tests=("eval::",),
     ),
     Part(
@@ -233,7 +232,7 @@ PARTS = (
         "`rlhf replay`: each kind of update is computed again to the bit",
         paths=(f"{SRC}train/ppo*", f"{SRC}rl/*", f"{TESTS}replay.rs"),
         turn=4,
-        minutes=0.3,
+        minutes=0.2,
         tests=("replay::",),
     ),
     Part(
@@ -241,7 +240,7 @@ PARTS = (
         "learning curves of short runs of SFT, a reward model, PPO, GRPO and DPO stay in the committed bands",
         paths=(f"{SRC}rl/*", f"{SRC}train/*", f"{LM}optim*", f"{LM}generate*", f"{LM}model/logprobs*", "examples/sentiment/", "tests/curves/"),
         turn=2,
-        minutes=1.1,
+        minutes=0.8,
         commands=("python3 tests/curves/test_curves.py", f"python3 tests/curves/curves.py {PROGRAM}"),
     ),
     Part(
@@ -249,7 +248,7 @@ PARTS = (
         "a model file of 1 GiB is loaded within its size in memory",
         paths=(f"{BASE}weights*", f"{LM}model/body.rs", f"{LM}model/pretrained.rs"),
         turn=0,
-        minutes=0.4,
+        minutes=0.2,
         ignored=("a_model_of_one_gib",),
     ),
     Part(
@@ -257,7 +256,7 @@ PARTS = (
         "models, adapters and PPO again with libtorch's operators in place of the kernels",
         paths=("crates/tch-ext/", f"{LM}model/layout.rs", f"{LM}model/logprobs.rs", f"{LM}model/mlp.rs", f"{LM}model/decoder.rs"),
         turn=4,
-        minutes=1.5,
+        minutes=0.7,
         commands=(f"RLHF_KERNELS=plain {MAIN} golden models:: lora:: ppo:: ppo_ --skip ranks --skip plan::",),
     ),
     Part(
@@ -288,7 +287,7 @@ PARTS = (
         "scripts/setup.sh and cuda.sh, the scripts and data of examples/ and benchmarks/",
         paths=("scripts/", "examples/", "benchmarks/", "tests/setup/", "Makefile"),
         turn=4,
-        minutes=0.4,
+        minutes=0.5,
         commands=(
             "tests/setup/test_setup.sh",
             "python3 examples/sentiment/test_example.py",
@@ -308,7 +307,7 @@ PARTS = (
         paths=("Cargo.toml", "Cargo.lock", "crates/base/Cargo.toml", "crates/derive/Cargo.toml", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml",
                "crates/math-verify/Cargo.toml", "crates/rlhf/Cargo.toml", "crates/rlhf-cli/Cargo.toml", "crates/tch-ext/Cargo.toml"),
         turn=3,
-        minutes=0.2,
+        minutes=0.1,
         commands=("make --no-print-directory package PACKAGE_FLAGS=--no-verify",),
     ),
     Part(
@@ -317,8 +316,8 @@ PARTS = (
         paths=("scripts/new-crate.sh", "tests/setup/test_crate.sh", "crates/rlhf/build.rs", "crates/tch-ext/build.rs", "crates/rlhf/Cargo.toml",
                "crates/tch-ext/Cargo.toml", "crates/base/build.rs", "crates/hub/build.rs", "crates/lm/build.rs", "crates/base/Cargo.toml",
                "crates/derive/", "crates/hub/Cargo.toml", "crates/lm/Cargo.toml", "crates/math-verify/Cargo.toml", "Cargo.toml"),
-        turn=3,
-        minutes=1.5,
+        turn=4,
+        minutes=2.1,
         commands=("env -u RUSTC_WORKSPACE_WRAPPER tests/setup/test_crate.sh",),
     ),
     Part(
@@ -326,7 +325,7 @@ PARTS = (
         "the Python package: what is in its wheel, which libtorch it takes and how it fetches one, from a package index of its own",
         paths=("python/", "scripts/wheel.py", "scripts/elf.py", "scripts/notices*", "tests/wheel/", "examples/sentiment/"),
         turn=4,
-        minutes=0.9,
+        minutes=0.7,
         commands=(f"python3 tests/wheel/test_wheel.py {PROGRAM}",),
     ),
     Part(
@@ -336,7 +335,7 @@ PARTS = (
                f"{SRC}environment/worker.py",
                f"{SRC}compat*", f"{CLI}session*", f"{SRC}reward/function.py", "scripts/interop-requirements.txt"),
         turn=1,
-        minutes=5,
+        minutes=5.1,
         commands=(
             f"python3 tests/python/test_snippets.py {PROGRAM}",
             *(f"HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/python/{name}.py {PROGRAM}" for name in ("test_beside", "test_goldens", "test_notebooks")),
@@ -349,7 +348,7 @@ PARTS = (
         paths=(f"{SRC}lib.rs", f"{BASE}lib.rs", f"{LM}lib.rs", f"{CLI}lib.rs", "crates/hub/src/lib.rs", "crates/derive/src/lib.rs",
                "crates/tch-ext/src/lib.rs", "crates/math-verify/src/lib.rs"),
         turn=0,
-        minutes=2.9,
+        minutes=0.7,
         commands=('RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked',),
     ),
     Part(
@@ -358,7 +357,7 @@ PARTS = (
         paths=(f"{LM}model/save*", f"{LM}model/families.rs", f"{LM}model/config*", f"{LM}model/adapter_folder.rs", f"{SRC}run/tensorboard.rs",
                "tests/interop/check.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=0,
-        minutes=4,
+        minutes=3.5,
         commands=(f'HF_HUB_OFFLINE=1 .venv-interop/bin/python tests/interop/check.py {PROGRAM}',),
         python=("interop",),
     ),
@@ -369,7 +368,7 @@ PARTS = (
                "crates/lm/examples/tool_turns.rs", "tests/interop/templates.py", "tests/interop/tools.py", "tests/interop/formats.py",
                "tests/interop/folders.py", "tests/interop/runner.py", "scripts/interop-requirements.txt"),
         turn=2,
-        minutes=3,
+        minutes=3.3,
         commands=(
             *(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("templates", "formats", "folders")),
             "cargo build --workspace --locked --example tool_turns && "
@@ -383,7 +382,7 @@ PARTS = (
         paths=(f"{CLI}serve*", f"{CLI}http_server*", f"{CLI}watch*", f"{SRC}report*", f"{SRC}push*", f"{BASE}dist/launch*", "tests/interop/", "tests/hub/",
                "scripts/interop-requirements.txt"),
         turn=2,
-        minutes=1.4,
+        minutes=1.7,
         commands=tuple(f'.venv-interop/bin/python tests/interop/{name}.py {PROGRAM}' for name in ("torchrun", "serve", "push", "browser")),
         python=("interop",),
     ),
@@ -393,7 +392,7 @@ PARTS = (
         paths=(f"{SRC}environment*", "tests/interop/environments.py",
                "scripts/interop-requirements.txt"),
         turn=2,
-        minutes=0.5,
+        minutes=0.3,
         commands=(
             # tests/interop/openenv_server.py is for a test by hand: the package openenv takes 0.5 GB.
             ".venv-interop/bin/python tests/interop/environments.py  # not tests/interop/openenv_server.py",
@@ -405,7 +404,7 @@ PARTS = (
         "wandb, MLflow and trackio read what runs report",
         paths=(f"{SRC}run/sinks*", "tests/interop/trackers.py", "scripts/trackers-requirements.txt"),
         turn=3,
-        minutes=2,
+        minutes=3.2,
         commands=(f'.venv-trackers/bin/python tests/interop/trackers.py {PROGRAM}',),
         python=("trackers",),
     ),
