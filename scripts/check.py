@@ -9,8 +9,9 @@
 
 A part is due if a file of its paths has changed since the commit that .ci/checked names for it, if that commit is unknown, or if
 it is its turn: a fifth of the parts takes a turn with each commit. A part that is not due is printed as skipped, with its command.
-Two commands of parts run at a time, those of the longest part first, after the last checks of every change; the output of each comes when
-it ends. In the end comes a table with the minutes of each step, then the closing lines of the test programs.
+The last checks of every change, and then the commands of parts, those of the longest part first, run two at a time: the output of each comes
+when it ends, and a failure does not stop the others. In the end comes a table with the minutes of each step, then the closing lines of the
+test programs, with each command that failed.
 
 All tests are built once, by clippy, which compiles as rustc does and reports its lints on the way.
 """
@@ -430,7 +431,7 @@ ALWAYS = (
     ("integration tests", f"{MAIN} {' '.join(f'--skip {name}' for name in in_parts())}"),
 )
 
-# Those of them that wait for much of their time: they run LANES at a time, before the parts.
+# Those of them that wait for much of their time: they run LANES at a time, and the commands of parts after them.
 ALWAYS_BESIDE = (
     ("one of each kind", f"{MAIN} --exact {' '.join(KEPT)}"),
     ("goldens, plain kernels", f"RLHF_KERNELS=plain {MAIN} models::logits ppo::golden::every ppo::groups_golden::every ppo::tools_golden::every step::golden::every"),
@@ -534,15 +535,18 @@ class Run:
                 output.append(line)
             if re.match(r"test result: |\d+ passed, \d+ failed", line):
                 closing.append((name, line.strip()))
-        passed, seconds = process.wait() == 0, time.monotonic() - begin
+        code, seconds = process.wait(), time.monotonic() - begin
         with self.lock:
-            if output:
+            if not at_once:
                 sys.stdout.write(f"\n=== {name}: {command}\n{''.join(output)}")
-                sys.stdout.flush()
-            self.rows.append(Row(name, seconds, "" if passed else "FAILED"))
+            if code:
+                closing.append((name, f"FAILED, exit code {code}: {command}"))
+                print(closing[-1][1])
+            sys.stdout.flush()
+            self.rows.append(Row(name, seconds, "FAILED" if code else ""))
             self.closing += closing
-            self.failed |= not passed
-        return passed
+            self.failed |= code != 0
+        return code == 0
 
     def beside(self, steps):
         """Runs pairs of a name and a command, LANES at a time."""
@@ -631,7 +635,10 @@ def shared_target():
     os.environ["CARGO_TARGET_DIR"] = str(folder)
     if "LIBTORCH" not in os.environ:
         # The path that all checkouts have: torch-sys is built again where it changes.
-        os.environ.update({"LIBTORCH": str(folder) for folder in CACHE.glob("libtorch-*/torch")})
+        version = re.search(r"^TORCH=(.*)$", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE).group(1)
+        libtorch = CACHE / f"libtorch-{version}/torch"
+        if (libtorch / "lib/libtorch_cpu.so").exists():
+            os.environ["LIBTORCH"] = str(libtorch)
     return lock
 
 
@@ -688,12 +695,13 @@ def main():
     run = Run()
     for part, why in parts:
         print(f"due: {part.name} ({why})")
-    run.step(*ALWAYS[0])
-    lock = shared_target()  # held until this process ends
-    wait = environments([part for part, _ in parts])
-    for name, command in ALWAYS[1:] if always else ():
-        if run.failed or not run.step(name, command):
-            break
+    lock = None
+    if run.step(*ALWAYS[0]):
+        lock = shared_target()  # held until this process ends
+        wait = environments([part for part, _ in parts])
+        for name, command in ALWAYS[1:] if always else ():
+            if not run.step(name, command):
+                break
     if not run.failed:
         seconds, failures = wait()
         if seconds > 1:

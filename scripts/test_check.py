@@ -112,8 +112,8 @@ class Lanes(unittest.TestCase):
         run, output = self.beside(("a", "echo one"), ("a", "false"), ("a", "echo two"), ("b", "echo '3 passed, 0 failed'"), ("c", "true"))
         self.assertTrue(run.failed)
         self.assertEqual({row.name: row.note for row in run.rows}, {"a": "FAILED", "b": "", "c": ""})
-        self.assertEqual(run.closing, [("b", "3 passed, 0 failed")])
-        self.assertTrue("\none\n" in output and "\ntwo\n" in output, output)
+        self.assertEqual(sorted(run.closing), [("a", "FAILED, exit code 1: false"), ("b", "3 passed, 0 failed")])
+        self.assertTrue("\none\n" in output and "\ntwo\n" in output and "\n=== a: false\nFAILED, exit code 1: false\n" in output, output)
         self.assertFalse(self.beside(("c", "true"))[0].failed)
 
     def test_an_exception_of_a_step_ends_the_run(self):

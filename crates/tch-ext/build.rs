@@ -67,7 +67,7 @@ fn compiler(torch: &Path, name: &str) -> cc::Build {
     build
 }
 
-/// Compiles libraries of one file each, as many at a time as cargo runs jobs: crates above wait for them.
+/// Compiles libraries of one file each, up to three at a time: crates above wait for them, and a compiler takes a gigabyte.
 ///
 /// They are linked in the order of `libraries`: of an inline function that several have, the linker takes the first, and it must not be
 /// one with instructions that the processor may lack.
@@ -75,18 +75,28 @@ fn compile(libraries: &[(String, cc::Build)]) {
     let jobs = std::env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1usize);
     // The longest first: the shim, then the kernels with the most instructions.
     let order: Vec<usize> = (0..1).chain((1..libraries.len()).rev()).collect();
-    let (next, objects) = (AtomicUsize::new(0), vec![OnceLock::new(); libraries.len()]);
+    let next = AtomicUsize::new(0);
+    let objects: Vec<OnceLock<Result<Vec<PathBuf>, cc::Error>>> = libraries.iter().map(|_| OnceLock::new()).collect();
     std::thread::scope(|scope| {
-        for _ in 0..jobs.min(libraries.len()) {
+        for _ in 0..jobs.min(3) {
             scope.spawn(|| {
                 while let Some(&i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let _ = objects[i].set(libraries[i].1.compile_intermediates());
+                    let compiled = libraries[i].1.try_compile_intermediates();
+                    if compiled.is_err() {
+                        // No other file is begun, and the error is reported when all compilers have ended.
+                        next.store(order.len(), Ordering::Relaxed);
+                    }
+                    let _ = objects[i].set(compiled);
                 }
             });
         }
     });
-    for ((name, _), objects) in libraries.iter().zip(objects) {
-        cc::Build::new().cpp(true).objects(objects.into_inner().expect("each was compiled")).compile(name);
+    let compiled: Vec<_> = objects.into_iter().map(OnceLock::into_inner).collect();
+    if let Some(error) = compiled.iter().flatten().find_map(|compiled| compiled.as_ref().err()) {
+        fail(&error.to_string());
+    }
+    for ((name, _), objects) in libraries.iter().zip(compiled.into_iter().flatten().flatten()) {
+        cc::Build::new().cpp(true).objects(objects).compile(name);
     }
 }
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A crate outside the checkout, made by scripts/new-crate.sh, builds and runs without a word about libtorch.
 #
-# It is built into the checkout's target folder, with the checkout's profile, for which the dependencies are compiled already.
+# It is built into the checkout's target folder, with the checkout's profile, for which the dependencies are compiled already: the
+# optimization levels that the crate's own profile has are read by cargo, and not tried.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 checkout=$PWD
@@ -21,7 +22,7 @@ check "a name that cargo does not take is refused" says "expected a folder name 
 awk '/^\[/ { profile = /^\[profile\.dev/ } profile' "$checkout/Cargo.toml" >"$work/profile.toml"
 # The checkout's own settings must not help: cargo reads them from the folders above the crate.
 cd "$work/my-trainer" || exit 1
-libtorch=$(sed -n 's/^LIBTORCH = "\(.*\)"/\1/p' .cargo/config.toml)
+libtorch=$(awk -F'"' '/^\[/ { env = /^\[env\]/ } env && /^LIBTORCH = / { print $2 }' .cargo/config.toml)
 check "its settings name the folder of libtorch" [ -e "$libtorch/lib/libtorch_cpu.so" ]
 # Where LIBTORCH is set it stays, with the value of the crate's own settings: cargo compiles torch-sys again when it comes or goes.
 out=$(env -u LIBTORCH -u LD_LIBRARY_PATH ${LIBTORCH:+"LIBTORCH=$libtorch"} \

@@ -444,7 +444,7 @@ fn settings_that_llama_cpp_would_compute_otherwise_are_refused_by_key() {
         (
             "gemma2",
             json!({"query_pre_attn_scalar": 16, "layer_types": ["full_attention", "sliding_attention"]}),
-            "`layer_types`: expected windows in every other layer, and one width, found [none, 5]",
+            "`layer_types`: expected windows in every other layer, and one width, found none in layers [0], and widths [5]",
         ),
         (
             "ministral3",

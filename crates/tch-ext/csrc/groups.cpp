@@ -32,6 +32,7 @@ class Store {
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#undef USE_C10D_GLOO
 
 #include <c10/util/Logging.h>
 #include <arpa/inet.h>

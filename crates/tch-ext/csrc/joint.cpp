@@ -12,8 +12,6 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using MaybeTensor = std::optional<Tensor>;
-
 // Matrices or vectors as one along their first dimension, without a copy, if they lie one after another in one memory; else undefined. The
 // result has the version of the first.
 Tensor adjacent(at::TensorList parts) {

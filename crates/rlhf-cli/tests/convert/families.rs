@@ -229,7 +229,7 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
         (
             "gpt_oss",
             json!({"swiglu_limit": 7.0, "layer_types": ["full_attention", "sliding_attention"]}),
-            "`layer_types`: expected no window in each 2 layers, and one width, found [none, 5]",
+            "`layer_types`: expected no window in each 2 layers, and one width, found none in layers [0], and widths [5]",
         ),
         (
             "gpt_oss",
@@ -265,7 +265,11 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
             json!({}),
             "`routed_scaling_factor`: expected 1, as llama.cpp has no factor for this type, found 1.5",
         ),
-        ("olmo3", json!({}), "`layer_types`: expected no window in each 4 layers, and one width, found [5, none]"),
+        (
+            "olmo3",
+            json!({}),
+            "`layer_types`: expected no window in each 4 layers, and one width, found none in layers [1], and widths [5]",
+        ),
         (
             "mistral",
             json!({}),
@@ -293,7 +297,7 @@ fn settings_of_these_families_that_llama_cpp_would_compute_otherwise_are_refused
         ),
         (
             json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
-            "`layer_types`: expected no window in each 4 layers, and one width, found [5, none, 5, none]",
+            "`layer_types`: expected no window in each 4 layers, and one width, found none in layers [1, 3], and widths [5]",
         ),
     ] {
         let scratch = tempfile::tempdir().unwrap();

@@ -355,8 +355,9 @@ impl Settings<'_> {
         };
         // Powers of two from 64 to 2^20.
         let original = (6..=20).map(|power| f64::from(1 << power)).find(fits).ok_or_else(|| {
-            // The form of numbers that has exponents, so that none is long.
-            let found = entries(factors.iter().map(|factor| format!("{factor:?}")));
+            // The first factors are 1 in every file. The form of numbers that has exponents, so that none is long.
+            let found =
+                entries(factors.iter().skip_while(|factor| **factor == 1.0).map(|factor| format!("{factor:?}")));
             let expected = format!("expected the {} factors of Llama 3.1's scaling", head_dim / 2);
             self.file.error(format!("tensor `{ROPE_FACTORS}`: {expected}, found {}: {found}", factors.len()))
         })?;

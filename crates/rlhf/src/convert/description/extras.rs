@@ -5,8 +5,9 @@ use super::super::forms::{
     GROWTH, INTERVAL, LOCAL_BASE, LOG_MULTIPLIER, LOGIT_CAP, PATTERN, RECURRENT, SCORE_CAP, SECTIONS, SHARED_WIDTH,
     SIGMOID, SSM_GROUPS, SSM_INNER, SSM_KERNEL, SSM_RANK, SSM_STATE, WINDOW,
 };
-use super::Settings;
+use super::{ROPE_FACTORS, Settings};
 use rlhf_base::Result;
+use rlhf_base::safe_text::beginning;
 use rlhf_lm::gguf::Value as Meta;
 use serde_json::{Map, Value, json};
 
@@ -241,10 +242,13 @@ impl Settings<'_> {
     fn only_yarn(&self, scaling: Option<Value>) -> Result<Value> {
         match scaling {
             Some(scaling) if scaling["rope_type"] == "yarn" => Ok(scaling),
-            other => {
-                let found = other.as_ref().and_then(|scaling| scaling["rope_type"].as_str()).unwrap_or("none");
+            _ if self.file.tensors().contains_key(ROPE_FACTORS) => {
+                Err(self.file.error(format!("expected yarn, found the tensor `{ROPE_FACTORS}` of another scaling")))
+            }
+            _ => {
                 let key = self.key("rope.scaling.type");
-                Err(self.file.error(format!("`{key}`: expected yarn, found {found}")))
+                let found = self.file.text(&key)?.unwrap_or("none");
+                Err(self.file.error(format!("`{key}`: expected yarn, found {}", beginning(found, 120))))
             }
         }
     }

@@ -76,7 +76,8 @@ impl Settings<'_> {
         };
         let wrong = all.iter().position(|n| !(1..=1 << 28).contains(n));
         if all.len() != layers || wrong.is_some() {
-            let found = wrong.map_or_else(|| all.len().to_string(), |layer| format!("{} in layer {layer}", all[layer]));
+            let found = wrong
+                .map_or_else(|| format!("{} of them", all.len()), |layer| format!("{} in layer {layer}", all[layer]));
             let message = format!("`{key}`: expected an integer from 1 for each of {layers} layers, found {found}");
             return Err(self.file.error(message));
         }
@@ -166,8 +167,10 @@ impl Settings<'_> {
         let angles = divisors.iter().take_while(|divisor| **divisor == 1.0).count();
         let wrong = divisors.iter().skip(angles).position(|divisor| *divisor < HUGE).map(|after| angles + after);
         if 2 * divisors.len() as i64 != width || wrong.is_some() {
-            let found =
-                wrong.map_or_else(|| divisors.len().to_string(), |at| format!("{:?} at index {at}", divisors[at]));
+            let found = wrong.map_or_else(
+                || format!("{} of them", divisors.len()),
+                |at| format!("{:?} at index {at}", divisors[at]),
+            );
             let expected = format!("expected {} divisors, 1 and then 1e30", width / 2);
             return Err(self.file.error(format!("tensor `{ROPE_FACTORS}`: {expected}, found {found}")));
         }

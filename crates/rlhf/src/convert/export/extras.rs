@@ -45,7 +45,7 @@ pub(super) fn check(config: &ModelConfig, dir: &Path) -> Result<()> {
                 return wrong("linear_value_head_dim", &expected, &delta.value_dim);
             }
             if interval(config).is_none() {
-                let found = shown::kinds(&config.mixes);
+                let found = shown::full_attention(&config.mixes);
                 return wrong("layer_types", "full_attention in each so many layers", &found);
             }
         }
@@ -145,7 +145,7 @@ fn check_windows(config: &ModelConfig, period: i64, wrong: Wrong<'_>) -> Result<
         Some(found) if found == period => Ok(()),
         _ => {
             let expected = format!("no window in each {period} layers, and one width");
-            wrong("layer_types", &expected, &shown::windows(&config.windows))
+            wrong("layer_types", &expected, &shown::without_window(&config.windows))
         }
     }
 }
@@ -189,7 +189,7 @@ fn check_gemma(config: &ModelConfig, is_second: bool, wrong: Wrong<'_>) -> Resul
     let pattern = pattern(config);
     if pattern.is_none() || is_second && pattern != Some(2) {
         let expected = if is_second { "windows in every other layer" } else { "no window in each so many layers" };
-        return wrong("layer_types", &format!("{expected}, and one width"), &shown::windows(&config.windows));
+        return wrong("layer_types", &format!("{expected}, and one width"), &shown::without_window(&config.windows));
     }
     if is_second {
         for (key, cap) in

@@ -3,14 +3,27 @@
 use rlhf_base::safe_text::entries;
 use rlhf_lm::model::{Activation, Rope, RopeScaling};
 
-/// The window of each layer.
+/// The windows of a few layers, one after another.
 pub(super) fn windows(of_layers: &[Option<i64>]) -> String {
     entries(of_layers.iter().map(|window| window.map_or_else(|| "none".into(), |width| width.to_string())))
 }
 
-/// The kind of each layer of a model with linear attention in the layers that `mixes` says.
-pub(super) fn kinds(mixes: &[bool]) -> String {
-    entries(mixes.iter().map(|mixes| if *mixes { "linear_attention" } else { "full_attention" }))
+/// The layers without a window, and all widths of windows: a model's layers are too many for a list of each.
+pub(super) fn without_window(of_layers: &[Option<i64>]) -> String {
+    let mut widths: Vec<i64> = of_layers.iter().copied().flatten().collect();
+    widths.sort_unstable();
+    widths.dedup();
+    format!("none in layers {}, and widths {}", places(of_layers.iter().map(Option::is_none)), entries(widths))
+}
+
+/// The layers with full attention of a model with linear attention in the layers that `mixes` says.
+pub(super) fn full_attention(mixes: &[bool]) -> String {
+    format!("it in layers {}", places(mixes.iter().map(|mixes| !mixes)))
+}
+
+/// Where `all` is true.
+fn places(all: impl Iterator<Item = bool>) -> String {
+    entries(all.enumerate().filter(|(_, is_there)| *is_there).map(|(layer, _)| layer))
 }
 
 /// Rotary positions of all layers, or of layers without a window and then of those with one.
@@ -54,7 +67,11 @@ mod tests {
     #[test]
     fn layers_and_rotary_positions_are_shown_in_a_few_words() {
         assert_eq!(windows(&[None, Some(5)]), "[none, 5]");
-        assert_eq!(kinds(&[true, false]), "[linear_attention, full_attention]");
+        assert_eq!(
+            without_window(&[None, Some(5), Some(4), Some(5), None]),
+            "none in layers [0, 4], and widths [4, 5]"
+        );
+        assert_eq!(full_attention(&[true, false, true, false]), "it in layers [1, 3]");
         let rope = |theta: f64, scaling: RopeScaling| Rope { theta, dim: 4, scaling };
         let yarn = RopeScaling::Yarn {
             factor: 4.0,
