@@ -633,13 +633,18 @@ def shared_target():
         if other != folder:
             subprocess.run(["rm", "-rf", str(other)])
     os.environ["CARGO_TARGET_DIR"] = str(folder)
-    if "LIBTORCH" not in os.environ:
-        # The path that all checkouts have: torch-sys is built again where it changes.
-        version = re.search(r"^TORCH=(.*)$", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE).group(1)
-        libtorch = CACHE / f"libtorch-{version}/torch"
-        if (libtorch / "lib/libtorch_cpu.so").exists():
-            os.environ["LIBTORCH"] = str(libtorch)
+    os.environ.setdefault("LIBTORCH", str(common_libtorch(ROOT, CACHE)))
     return lock
+
+
+def common_libtorch(checkout, cache):
+    """The path of the checkout's libtorch that other checkouts have too, if there is one: torch-sys is built again where it changes."""
+    libtorch = (checkout / ".libtorch/torch").resolve()
+    version = re.search(r"^TORCH=(.*)$", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE).group(1)
+    kept = cache / f"libtorch-{version}/torch"
+    # It is either the torch of a Python, which .libtorch/torch is a link to, or a copy of the one in the cache.
+    is_copy = checkout in libtorch.parents and (kept / "lib/libtorch_cpu.so").exists()
+    return kept if is_copy else libtorch
 
 
 def note(parts, commit):

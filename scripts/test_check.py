@@ -10,8 +10,10 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 import unittest.mock
+from pathlib import Path
 
 import check
 from check import ALWAYS, ALWAYS_BESIDE, KEPT, PARTS, ROOT
@@ -101,6 +103,37 @@ class Complete(unittest.TestCase):
             self.assertTrue(kept, f"{module}: no test in every change: name one in KEPT")
 
 
+class Libtorch(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name).resolve()
+        self.checkout, self.cache = self.root / "checkout", self.root / "cache"
+        (self.checkout / ".libtorch").mkdir(parents=True)
+        self.place = self.checkout / ".libtorch/torch"
+
+    def keep(self):
+        [kept] = [self.cache / f"libtorch-{line[6:]}/torch" for line in (ROOT / "scripts/setup.sh").read_text().splitlines() if line.startswith("TORCH=")]
+        (kept / "lib").mkdir(parents=True)
+        (kept / "lib/libtorch_cpu.so").touch()
+        return kept
+
+    def test_a_copy_is_named_by_its_path_in_the_cache(self):
+        self.place.mkdir()
+        kept = self.keep()
+        self.assertEqual(check.common_libtorch(self.checkout, self.cache), kept)
+
+    def test_a_copy_that_is_not_in_the_cache_has_its_own_path(self):
+        self.place.mkdir()
+        self.assertEqual(check.common_libtorch(self.checkout, self.cache), self.place)
+
+    def test_the_torch_of_a_python_is_named_though_the_cache_has_another(self):
+        (self.root / "site/torch").mkdir(parents=True)
+        self.place.symlink_to(self.root / "site/torch")
+        self.keep()
+        self.assertEqual(check.common_libtorch(self.checkout, self.cache), self.root / "site/torch")
+
+
 class Lanes(unittest.TestCase):
     def beside(self, *steps):
         run = check.Run()
@@ -150,6 +183,6 @@ if __name__ == "__main__":
     if built:
         sys.argv.remove("--built")
         check.settings()
-    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in ((Built,) if built else (Due, Complete, Lanes)))
+    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in ((Built,) if built else (Due, Complete, Libtorch, Lanes)))
     result = unittest.TextTestRunner().run(suite)
     sys.exit(not result.wasSuccessful())

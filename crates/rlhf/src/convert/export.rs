@@ -145,12 +145,12 @@ fn check(model: &CausalLm, dir: &Path) -> Result<()> {
         return Err(Error::invalid(dir, "expected plain weights, found those of bitsandbytes"));
     }
     let rotated = |layer: usize| config.family.name != "smollm3" || !(layer + 1).is_multiple_of(4);
-    let (activation, expected) = match config.family.name {
-        "gemma2" | "gemma3_text" | "gemma4_text" => (Activation::GeluTanh, "gelu_pytorch_tanh"),
-        _ => (Activation::Silu, "silu"),
+    let activation = match config.family.name {
+        "gemma2" | "gemma3_text" | "gemma4_text" => Activation::GeluTanh,
+        _ => Activation::Silu,
     };
     if config.activation != activation {
-        let found = shown::activation(config.activation);
+        let [expected, found] = [activation, config.activation].map(shown::activation);
         return Err(Error::invalid(dir, format!("expected the non-linearity {expected}, found {found}")));
     }
     let ropes = &config.layer_ropes;

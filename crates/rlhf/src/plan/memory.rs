@@ -196,9 +196,9 @@ impl<'a> Job<'a> {
         stage.shards_parameters()
     }
 
-    /// Bytes that a pass of a model gathers: weights and gradients of a layer and of what is outside the layers. With several ranks also
-    /// those of a second layer, whose weights are gathered, or whose gradients are reduced, during the computation. While the embeddings or the
-    /// head are computed, one layer is gathered, which takes less.
+    /// Bytes that a pass of a model gathers: the weights and gradients of one layer, and of the parameters outside the layers. With several
+    /// ranks, those of a second layer are added: while one layer is computed, the weights of the next are gathered, or the gradients of the
+    /// last are reduced. The embeddings and the head overlap with one layer only, so they never take more.
     fn gathered(&self, member: &Member<'_>, backward: bool) -> [usize; 2] {
         let ranks = self.machine.ranks;
         let footprint = &member.footprint;
